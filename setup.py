@@ -1,0 +1,100 @@
+"""What pyproject.toml cannot say: the overlay's packages, the CUDA sources and the editable install.
+
+`vllm/` here is an overlay. A wheel puts its files beside stock vLLM's in site-packages, where folders that
+stock vLLM has are already packages. In an editable install they stay in the checkout, and a finder that a
+`.pth` file starts imports them from there (see `kda_prefill_finder`).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import runpy
+import zipfile
+from pathlib import Path
+
+from setuptools import Command, find_namespace_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+KERNEL_SOURCES = "csrc/kda_prefill"
+# First use of the native kernel compiles it, so an installed wheel carries the sources beside its launcher.
+KERNEL_SOURCES_PACKAGE = "vllm.model_executor.layers.mamba.ops.kda_prefill.csrc"
+
+
+class EditableWheel(Command):
+    """Builds the wheel of `pip install -e .`: a `.pth` file and the metadata, no code.
+
+    setuptools' own editable wheel would offer the checkout's `vllm` as a whole package and so shadow stock
+    vLLM; it has no place for a start-up line.
+    """
+
+    description = "build the wheel of an editable install"
+    user_options = [
+        ("dist-dir=", "d", "directory to put the wheel in"),
+        ("dist-info-dir=", "I", "directory of a prepared .dist-info"),
+    ]
+
+    def initialize_options(self) -> None:
+        self.dist_dir: str | None = None
+        self.dist_info_dir: str | None = None
+
+    def finalize_options(self) -> None:
+        self.dist_dir = self.dist_dir or str(ROOT / "dist")
+
+    def run(self) -> None:
+        dist_info = Path(self.dist_info_dir) if self.dist_info_dir else self._prepare_metadata()
+        files = {
+            f"{dist_info.name}/{path.relative_to(dist_info).as_posix()}": path.read_bytes()
+            for path in sorted(dist_info.rglob("*"))
+            if path.is_file() and path.name not in ("RECORD", "WHEEL")
+        }
+        tag = "py3-none-any"
+        files[f"{dist_info.name}/WHEEL"] = (
+            f"Wheel-Version: 1.0\nGenerator: setup.py\nRoot-Is-Purelib: true\nTag: {tag}\n".encode()
+        )
+        pth_name, pth_text = runpy.run_path(str(ROOT / "kda_prefill_finder" / "link.py"))["pth_file"](ROOT)
+        files[pth_name] = pth_text.encode()
+        record = f"{dist_info.name}/RECORD"
+        rows = [f"{name},sha256={_digest(data)},{len(data)}" for name, data in files.items()]
+        files[record] = "\n".join([*rows, f"{record},,", ""]).encode()
+
+        assert self.dist_dir is not None
+        wheel = Path(self.dist_dir, f"{dist_info.name.removesuffix('.dist-info')}-0.editable-{tag}.whl")
+        wheel.parent.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, data in files.items():
+                archive.writestr(name, data)
+
+    def _prepare_metadata(self) -> Path:
+        command = self.reinitialize_command("dist_info")
+        assert self.dist_dir is not None
+        command.output_dir = self.dist_dir
+        command.ensure_finalized()
+        command.run()
+        return Path(command.dist_info_dir)
+
+
+def _digest(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+
+
+packages = find_namespace_packages(
+    str(ROOT),
+    include=["vllm", "vllm.*", "vllm_kda_prefill", "vllm_kda_prefill.*"],
+    exclude=["*.__pycache__"],
+)
+package_dir = {}
+if (ROOT / KERNEL_SOURCES).is_dir():
+    packages.append(KERNEL_SOURCES_PACKAGE)
+    package_dir[KERNEL_SOURCES_PACKAGE] = KERNEL_SOURCES
+
+setup(
+    packages=packages,
+    package_dir=package_dir,
+    package_data={
+        "": ["py.typed", "*.json"],
+        KERNEL_SOURCES_PACKAGE: ["**/*.cu", "**/*.cuh", "**/*.h", "**/*.cpp"],
+    },
+    include_package_data=False,
+    cmdclass={"editable_wheel": EditableWheel},
+)
