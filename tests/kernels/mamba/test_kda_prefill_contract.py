@@ -1,0 +1,267 @@
+"""Properties every KDA prefill provider keeps; on the CPU over the reference kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from vllm.model_executor.layers.mamba.ops.kda_prefill import CheckpointTargets, select_kda_prefill
+from vllm.model_executor.layers.mamba.ops.kda_prefill.base import KDAPrefill
+from vllm.model_executor.layers.mamba.ops.kda_prefill.reference import ReferenceKDAPrefill
+from vllm.model_executor.layers.mamba.ops.kda_prefill.segmented import (
+    Launch,
+    Launcher,
+    SegmentedKDAPrefill,
+    plan_segments,
+)
+
+
+class ReferenceLauncher(Launcher):
+    """A one-checkpoint kernel made of the reference, that counts what it was asked to do."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def workspace_specs(self):
+        return (((1,), torch.uint8),)
+
+    def __call__(self, launch: Launch, workspace) -> None:
+        rows = launch.initial.shape[0]
+        self.tokens.append(launch.q.shape[1])
+        states = torch.cat([torch.zeros_like(launch.initial[:1]), launch.initial, launch.initial])
+        inputs = _inputs_of(launch, states, rows)
+        offsets = torch.zeros(rows, 4, dtype=torch.int32)
+        if launch.checkpoint_offsets is not None:
+            assert launch.checkpoint_offsets.dtype == launch.cu_seqlens.dtype
+            offsets[:, 0] = launch.checkpoint_offsets
+        slots = torch.zeros_like(offsets)
+        slots[:, 0] = torch.arange(rows + 1, 2 * rows + 1) * (offsets[:, 0] > 0)
+        lens = launch.cu_seqlens.diff().tolist()
+        ReferenceKDAPrefill().run(
+            inputs, CheckpointTargets(offsets, slots, offsets.tolist(), lens, slots.tolist())
+        )
+        launch.final.copy_(states[1 : rows + 1])
+        if launch.checkpoint is not None:
+            launch.checkpoint.copy_(states[rows + 1 :])
+
+
+def _inputs_of(launch: Launch, states: torch.Tensor, rows: int):
+    from vllm.model_executor.layers.mamba.ops.kda_prefill import KDAPrefillInputs
+
+    return KDAPrefillInputs(
+        q=launch.q,
+        k=launch.k,
+        v=launch.v,
+        g=launch.g,
+        beta=launch.beta,
+        A_log=launch.A_log,
+        dt_bias=launch.dt_bias,
+        scale=launch.scale,
+        lower_bound=launch.lower_bound,
+        cu_seqlens=launch.cu_seqlens,
+        state_pool=states,
+        state_indices=torch.arange(1, rows + 1, dtype=torch.int32),
+        has_initial_state=torch.ones(rows, dtype=torch.bool),
+        out=launch.out,
+    )
+
+
+def segmented() -> SegmentedKDAPrefill:
+    return SegmentedKDAPrefill(ReferenceLauncher(), num_heads=2, max_num_tokens=512, max_num_seqs=8)
+
+
+PROVIDERS = {"reference": ReferenceKDAPrefill, "segmented": segmented}
+
+
+@pytest.fixture(params=PROVIDERS)
+def provider(request) -> KDAPrefill:
+    return PROVIDERS[request.param]()
+
+
+def test_one_token_follows_the_delta_rule(batch_factory):
+    batch = batch_factory([1], heads=1)
+    ReferenceKDAPrefill().run(batch.inputs)
+    x = batch.inputs
+    k = x.k[0, 0, 0].double()
+    k = k / (k.square().sum() + 1e-6).sqrt()
+    q = x.q[0, 0, 0].double()
+    q = q / (q.square().sum() + 1e-6).sqrt()
+    decay = torch.exp(-5 / (1 + torch.exp(-x.A_log[0].double().exp() * (x.g[0, 0, 0] + x.dt_bias[0]).double())))
+    beta = 1 / (1 + torch.exp(-x.beta[0, 0, 0].double()))
+    state = batch.pool_before[1, 0].double() * decay
+    state = state + beta * torch.outer(x.v[0, 0, 0].double() - state @ k, k)
+    torch.testing.assert_close(batch.pool[1, 0].double(), state, rtol=1e-6, atol=1e-6)
+    out = (128**-0.5 * state @ q).to(torch.bfloat16)
+    torch.testing.assert_close(batch.out[0, 0, 0], out, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "lens,offsets",
+    [
+        ([96], [[16, 32, 48, 80]]),
+        ([96], [[80, 16]]),
+        ([50, 70], [[], [16, 32, 64]]),
+        ([70, 50, 1], [[16, 32, 64], [48], []]),
+        ([64, 90, 33], [[32, 48], [16, 0, 80, 32], [16, 32]]),
+    ],
+)
+def test_exported_states_equal_states_of_shorter_prompts(provider, batch_factory, lens, offsets):
+    batch = batch_factory(lens, offsets, resumed=[i % 2 == 0 for i in range(len(lens))])
+    provider.run(batch.inputs, batch.targets)
+    assert not batch.out.isnan().any()
+    whole = batch_factory(lens, resumed=[i % 2 == 0 for i in range(len(lens))])
+    ReferenceKDAPrefill().run(whole.inputs)
+    torch.testing.assert_close(batch.out, whole.out, rtol=1e-2, atol=1e-3)
+    rows = len(lens)
+    torch.testing.assert_close(batch.pool[1 : rows + 1], whole.pool[1 : rows + 1], rtol=1e-5, atol=1e-6)
+    slot = rows + 1
+    for row, row_offsets in enumerate(offsets):
+        for offset in filter(None, row_offsets):
+            begin = sum(lens[:row])
+            short = _single_row(batch, row, begin, begin + offset)
+            ReferenceKDAPrefill().run(short)
+            torch.testing.assert_close(batch.pool[slot], short.state_pool[row + 1], rtol=1e-5, atol=1e-6)
+            slot += 1
+    # The null page and the page nobody names keep their bits.
+    assert torch.equal(batch.pool[0], batch.pool_before[0])
+    assert torch.equal(batch.pool[-1], batch.pool_before[-1])
+
+
+def _single_row(batch, row: int, begin: int, end: int):
+    x = batch.inputs
+    part = slice(begin, end)
+    return dataclasses.replace(
+        x,
+        q=x.q[:, part],
+        k=x.k[:, part],
+        v=x.v[:, part],
+        g=x.g[:, part],
+        beta=x.beta[:, part],
+        out=torch.empty_like(x.out[:, part]),
+        cu_seqlens=torch.tensor([0, end - begin], dtype=torch.int32),
+        state_pool=batch.pool_before.clone(),
+        state_indices=x.state_indices[row : row + 1],
+        has_initial_state=x.has_initial_state[row : row + 1],
+    )
+
+
+def test_rows_on_the_null_page_write_nothing(provider, batch_factory):
+    batch = batch_factory([20, 40], [[], [16]])
+    inputs = dataclasses.replace(batch.inputs, state_indices=torch.tensor([0, -1], dtype=torch.int32))
+    provider.run(inputs, batch.targets)
+    changed = [i for i in range(5) if not torch.equal(batch.pool[i], batch.pool_before[i])]
+    assert changed == [3]
+
+
+@pytest.mark.parametrize(
+    "offsets,slots,message",
+    [
+        ([[96], []], [[3], []], "row 0: checkpoint offset 96 is not inside the row of 96 tokens"),
+        ([[], [112]], [[], [3]], "row 1: checkpoint offset 112 is not inside the row of 64 tokens"),
+        ([[-16], []], [[3], []], "row 0: checkpoint offset -16 is not inside the row of 96 tokens"),
+        ([[24], []], [[3], []], "row 0: checkpoint offset 24 is not a multiple of 16 tokens"),
+        ([[16.0], []], [[3], []], "row 0: checkpoint offset 16.0 is not an integer"),
+        ([[True], []], [[3], []], "row 0: checkpoint offset True is not an integer"),
+        ([[16, 16], []], [[3, 4], []], "row 0: checkpoint offset 16 is given twice"),
+        ([[16], [32]], [[3], [3]], "row 1: checkpoint slot 3 is already taken by row 0"),
+        ([[16], []], [[6], []], "row 0: checkpoint slot 6 is outside the pool of 6 slots"),
+        ([[16], []], [[-1], []], "row 0: checkpoint slot -1 is outside the pool of 6 slots"),
+        ([[16], []], [[0], []], "row 0: checkpoint offset 16 with slot 0; both must be set or both 0"),
+        ([[0], []], [[4], []], "row 0: checkpoint offset 0 with slot 4; both must be set or both 0"),
+        ([[16, 32], []], [[3], []], "row 0: 1 checkpoint slots for 2 checkpoint offsets"),
+        ([[16, 32, 48, 64, 80], []], [[3, 4, 5, 6, 7], []], "row 0: 5 checkpoints; at most 4"),
+        ([[16]], [[3]], "does not cover 2 rows"),
+    ],
+)
+def test_bad_metadata_raises_and_leaves_everything_untouched(provider, batch_factory, offsets, slots, message):
+    batch = batch_factory([96, 64], [[16], [32]])
+    bad = dataclasses.replace(batch.targets, host_offsets=offsets, host_slots=slots)
+    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
+        provider.run(batch.inputs, bad)
+    assert torch.equal(batch.pool, batch.pool_before)
+    assert batch.out.isnan().all()
+
+
+def test_checkpoint_on_a_running_page_is_refused(provider, batch_factory):
+    batch = batch_factory([96, 64], [[16], [32]])
+    bad = dataclasses.replace(batch.targets, host_slots=[[2], [4]], host_state_indices=[1, 2])
+    with pytest.raises(ValueError, match="row 0: checkpoint slot 2 is a row's running state"):
+        provider.run(batch.inputs, bad)
+
+
+@pytest.mark.parametrize("field", ["q", "g", "beta", "A_log", "dt_bias", "state_pool", "cu_seqlens", "out"])
+def test_wrong_dtype_is_named(provider, batch_factory, field):
+    batch = batch_factory([32])
+    wrong = dataclasses.replace(batch.inputs, **{field: getattr(batch.inputs, field).to(torch.float16)})
+    with pytest.raises(ValueError, match=field):
+        provider.run(wrong)
+
+
+def test_four_checkpoints_take_three_launches_without_repeated_tokens(batch_factory):
+    launcher = ReferenceLauncher()
+    op = SegmentedKDAPrefill(launcher, num_heads=2, max_num_tokens=512, max_num_seqs=8)
+    batch = batch_factory([128], [[64, 96, 112, 16]])
+    op.run(batch.inputs, batch.targets)
+    assert launcher.tokens == [64, 48, 16]
+    launcher.tokens.clear()
+    batch = batch_factory([20, 128, 33], [[], [64], []])
+    op.run(batch.inputs, batch.targets)
+    assert launcher.tokens == [181]
+
+
+def test_segments_cover_every_token_once():
+    lens = [100, 1, 64, 33]
+    launches = plan_segments([[16, 32, 48, 96], [], [16, 0, 48], [32]], lens)
+    covered = sorted((s.row, t) for segments in launches for s in segments for t in range(s.begin, s.end))
+    assert covered == [(row, t) for row, length in enumerate(lens) for t in range(length)]
+    assert [len(segments) for segments in launches] == [4, 2, 1]
+
+
+def test_batch_beyond_the_workspace_is_refused(batch_factory):
+    op = SegmentedKDAPrefill(ReferenceLauncher(), num_heads=2, max_num_tokens=64, max_num_seqs=1)
+    with pytest.raises(ValueError, match="batch of 1 rows and 65 tokens"):
+        op.run(batch_factory([65]).inputs)
+
+
+SELECT: dict[str, Any] = {
+    "head_dim": 128,
+    "dtype": torch.bfloat16,
+    "lower_bound": -5.0,
+    "max_num_tokens": 64,
+    "max_num_seqs": 2,
+    "num_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "backend,capability,change,reason",
+    [
+        ("flashkda", (8, 0), {}, "needs SM90, SM10x or SM12x, this device is SM80"),
+        ("b12x", (9, 0), {}, "needs SM120 or SM121, this device is SM90"),
+        ("native", None, {}, "this device is not a CUDA GPU"),
+        ("native", (9, 0), {"head_dim": 64}, "head size is 64"),
+        ("flashkda", (9, 0), {"dtype": torch.float16}, "activations are torch.float16"),
+        ("flashkda", (9, 0), {"lower_bound": None}, "lower bound is None"),
+        ("native", (9, 0), {"lower_bound": -6.0}, "lower bound is -6.0"),
+    ],
+)
+def test_explicit_choice_that_cannot_run_fails_with_the_reason(backend, capability, change, reason):
+    with pytest.raises(RuntimeError, match=reason):
+        select_kda_prefill(backend, capability=capability, **{**SELECT, **change})
+
+
+def test_unknown_backend_is_refused():
+    with pytest.raises(ValueError, match="unknown KDA prefill backend 'fast'"):
+        select_kda_prefill("fast", capability=(9, 0), **SELECT)
+
+
+def test_auto_and_triton_fall_back_to_the_stock_path():
+    assert select_kda_prefill("triton", capability=(9, 0), **SELECT) is None
+    assert select_kda_prefill("auto", capability=(8, 0), **SELECT) is None
+    op = select_kda_prefill("reference", capability=None, **SELECT)
+    assert op is not None and op.max_checkpoints == 4 and op.alignment == 16
