@@ -12,6 +12,7 @@ import hashlib
 import runpy
 import zipfile
 from pathlib import Path
+from typing import ClassVar
 
 from setuptools import Command, find_namespace_packages, setup
 
@@ -29,7 +30,7 @@ class EditableWheel(Command):
     """
 
     description = "build the wheel of an editable install"
-    user_options = [
+    user_options: ClassVar = [
         ("dist-dir=", "d", "directory to put the wheel in"),
         ("dist-info-dir=", "I", "directory of a prepared .dist-info"),
     ]
