@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from kda_prefill_finder import CheckoutFinder
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 OVERLAY = CHECKOUT / "vllm"
 STOCK = Path(str(importlib.metadata.distribution("vllm").locate_file("vllm")))
@@ -109,6 +111,14 @@ def test_without_the_finder_the_added_module_is_not_found(stock: Path, checkout:
 def test_unknown_names_are_still_an_import_error(stock: Path, checkout: Path, name: str) -> None:
     with pytest.raises(AssertionError, match=f"ModuleNotFoundError: No module named '{name}'"):
         run_python(f"{INSTALL}import {name}", stock, checkout)
+
+
+@pytest.mark.parametrize("name", ["vllm", "other", "other.added", "kda_prefill_finder", "core.added"])
+def test_the_finder_answers_for_nothing_but_submodules_of_vllm(checkout: Path, name: str) -> None:
+    write(checkout, {"vllm/__init__.py": "", "core/added.py": ""})
+    finder = CheckoutFinder(str(checkout))
+    assert finder.find_spec("vllm.core.added") is not None
+    assert finder.find_spec(name) is None
 
 
 def test_the_finder_is_asked_last_and_installed_once(checkout: Path) -> None:
