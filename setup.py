@@ -10,16 +10,26 @@ from __future__ import annotations
 import base64
 import hashlib
 import runpy
+import shutil
 import zipfile
 from pathlib import Path
 from typing import ClassVar
 
 from setuptools import Command, find_namespace_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 KERNEL_SOURCES = "csrc/kda_prefill"
 # First use of the native kernel compiles it, so an installed wheel carries the sources beside its launcher.
 KERNEL_SOURCES_PACKAGE = "vllm.model_executor.layers.mamba.ops.kda_prefill.csrc"
+
+
+class BuildPy(build_py):
+    """Starts from an empty folder: a module that was removed since the last build must not get in."""
+
+    def run(self) -> None:
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
 
 
 class EditableWheel(Command):
@@ -97,5 +107,5 @@ setup(
         KERNEL_SOURCES_PACKAGE: ["**/*.cu", "**/*.cuh", "**/*.h", "**/*.cpp"],
     },
     include_package_data=False,
-    cmdclass={"editable_wheel": EditableWheel},
+    cmdclass={"build_py": BuildPy, "editable_wheel": EditableWheel},
 )
