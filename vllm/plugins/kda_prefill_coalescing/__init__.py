@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gate. vLLM loads it in every process; everything else of this fork loads only if the gate is on."""
+
+import os
+
+GATE = "VLLM_B12X_KDA_PREFILL_COALESCING"
+
+
+def is_on(value: str | None) -> bool:
+    """Read a switch: unset, empty, `0`, `false`, `no`, `off`, or `1`, `true`, `yes`, `on`.
+
+    Raises:
+        ValueError: Any other value.
+    """
+    text = (value or "0").strip().lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(f"{GATE}={value!r} is neither on nor off; set it to 1 or 0")
+
+
+def register() -> None:
+    """Entry point of the `vllm.general_plugins` group; may run any number of times."""
+    if is_on(os.environ.get(GATE)):
+        from vllm.plugins.kda_prefill_coalescing.seams import bind
+
+        bind()

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The allocator's part: a page for every exported state, and two guards of the prefix cache.
+
+Stock allocates a step's requests first, untouched. Once every request of the step has its pages, exports take
+theirs from what is left, enter the prefix cache, and go back to the free list at once: the step's forward pass
+writes them, and whoever is given such a page later runs after it. So an export never holds a page, never
+changes a block table, and never decides whether a request runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.recurrent_prefill_checkpoint import LookupGrid, WantedState
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
+from vllm.v1.core.tiered_free_queue import TieredFreeQueue
+from vllm.v1.request import Request
+
+Pages = dict[int, int]
+"""KV cache group id -> page (block id) of one state."""
+
+
+class CoalescingKVCacheManager(KVCacheManager):
+    """`KVCacheManager` that grants pages to exports and keeps unwritten blocks out of the prefix cache."""
+
+    mamba_managers: tuple[MambaManager, ...]
+    attention_managers: tuple[SingleTypeKVCacheManager, ...]
+    free_queue: TieredFreeQueue
+    grid: LookupGrid
+    _written: dict[int, int]
+
+    @classmethod
+    def adopt(cls, manager: KVCacheManager) -> CoalescingKVCacheManager:
+        """Turn the manager that stock's scheduler has just built into this class, in place.
+
+        In place, because connectors and metrics already hold the object.
+        """
+        assert type(manager) is KVCacheManager, f"cannot adopt a {type(manager).__name__}"
+        manager.__class__ = cls
+        adopted = cast(CoalescingKVCacheManager, manager)
+        managers = adopted.coordinator.single_type_managers
+        adopted.mamba_managers = tuple(m for m in managers if isinstance(m, MambaManager))
+        adopted.attention_managers = tuple(
+            m for m in managers if not isinstance(m, MambaManager) and m.kv_cache_spec.prefix_cacheable
+        )
+        adopted.free_queue = TieredFreeQueue.install(adopted.block_pool)
+        adopted.grid = adopted._lookup_grid()
+        adopted._written = {}
+        return adopted
+
+    def _lookup_grid(self) -> LookupGrid:
+        (page,) = {m.block_size for m in self.mamba_managers}
+        (hit_alignment,) = {m.cache_hit_alignment_tokens for m in self.mamba_managers}
+        return LookupGrid(
+            page=page,
+            attention_block=math.lcm(*(m.block_size for m in self.attention_managers)),
+            hit_alignment=hit_alignment,
+            scheduler_block=self.coordinator.scheduler_block_size,
+            hash_lookahead=self.block_pool.num_hash_lookahead_tokens,
+            drop_block=bool(self.coordinator.drop_eagle_group_ids),
+        )
+
+    # Exports.
+
+    def stock_checkpoint(self, request: Request) -> tuple[int, Pages] | None:
+        """The state that stock's allocation of this step exports inside the request's query, if it keeps it.
+
+        Returns:
+            Its position, and its page in each Mamba group, or None. Its page is in the block table already.
+        """
+        request_id = request.request_id
+        found = {m.kv_cache_group_id: m._checkpoints.get(request_id) for m in self.mamba_managers}
+        checkpoints = set(found.values())
+        assert len(checkpoints) == 1, f"Mamba groups differ in request {request_id}'s checkpoint: {found}"
+        checkpoint = checkpoints.pop()
+        if checkpoint is None:
+            return None
+        position, column = checkpoint
+        blocks = {m.kv_cache_group_id: m.req_to_blocks[request_id][column] for m in self.mamba_managers}
+        # Under sparse retention stock drops the entries of most chunks' checkpoints again.
+        if any(block.block_hash_num_tokens != position for block in blocks.values()):
+            return None
+        return position, {group: block.block_id for group, block in blocks.items()}
+
+    def grant(self, request: Request, wanted: Sequence[WantedState]) -> tuple[dict[int, Pages], list[KVCacheBlock]]:
+        """Give a page in every Mamba group to each wanted state that can have one, and publish it.
+
+        Call it once all of a step's requests are allocated, for a request that the step runs.
+
+        Args:
+            request: A request scheduled in this step.
+            wanted: States to export, the most wanted first. A second-class state only takes pages without a
+                cached entry or with an older second-class one.
+
+        Returns:
+            The granted positions with their pages, and the blocks, in use, for the caller to free in this
+            order. A state that is cached already, or has no page left, is not among them.
+        """
+        granted: dict[int, Pages] = {}
+        blocks_in_use: list[KVCacheBlock] = []
+        for state in wanted:
+            if self._is_cached(request, state.position):
+                continue
+            blocks = self._take_pages(state)
+            if blocks is None:
+                break
+            for manager, block in zip(self.mamba_managers, blocks, strict=True):
+                self._publish(request, manager, block, state)
+            granted[state.position] = {
+                m.kv_cache_group_id: block.block_id for m, block in zip(self.mamba_managers, blocks, strict=True)
+            }
+            blocks_in_use += blocks
+        return granted, blocks_in_use
+
+    def retain_end_state(self, request: Request, state: WantedState) -> None:
+        """Publish the running state that a request's query leaves at its end, a whole number of pages.
+
+        Stock does so under dense retention, and under sparse retention for few boundaries only.
+        """
+        for manager in self.mamba_managers:
+            blocks = manager.req_to_blocks[request.request_id]
+            block = blocks[state.position // manager.block_size - 1]
+            if not block.is_null and block.block_hash is None:
+                self._publish(request, manager, block, state)
+
+    def _is_cached(self, request: Request, position: int) -> bool:
+        block_hash = self.block_pool._get_partial_block_hash(request, position)
+        groups = [m.kv_cache_group_id for m in self.mamba_managers]
+        return self.block_pool.get_cached_block(block_hash, groups) is not None
+
+    def _take_pages(self, state: WantedState) -> list[KVCacheBlock] | None:
+        count = len(self.mamba_managers)
+        if count > self.block_pool.get_num_free_blocks():
+            return None
+        if not state.first_class and not self.free_queue.has_spare(count):
+            return None
+        return self.block_pool.get_new_blocks(count)
+
+    def _publish(self, request: Request, manager: MambaManager, block: KVCacheBlock, state: WantedState) -> None:
+        self.block_pool.cache_partial_block(
+            request=request,
+            block=block,
+            num_tokens=state.position,
+            kv_cache_group_id=manager.kv_cache_group_id,
+            block_size=manager.block_size,
+        )
+        if not state.first_class:
+            self.free_queue.mark_second_class(block)
+
+    # Admission.
+
+    def has_room(self, request: Request, start: int, end: int, num_lookahead_tokens: int) -> bool:
+        """Whether the query span `[start, end)` of a request can be allocated for sure, states included.
+
+        An upper bound of what `allocate_slots` will ask for: all of a prefix hit counts as evictable.
+        """
+        needed = self.watermark_blocks
+        for manager in self.coordinator.single_type_managers:
+            if isinstance(manager, MambaManager):
+                # Running state, hit, copy-on-write and stock's checkpoint, besides the speculative states.
+                needed += 4 + manager.num_speculative_blocks
+            else:
+                held = len(manager.req_to_blocks.get(request.request_id, ()))
+                needed += math.ceil((end + num_lookahead_tokens) / manager.block_size) - held + 1
+        return needed <= self.block_pool.get_num_free_blocks()
+
+    # Guards. `_written` maps an attention block to the first token that this step's forward writes in it.
+
+    def new_step_starts(self) -> None:
+        super().new_step_starts()
+        self._written.clear()
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> KVCacheBlocks | None:
+        """Stock's allocation, but a request waits for the next step if it would copy an unwritten block.
+
+        A partial hit copies the hit's last attention block before the forward pass. Stock hands out a block
+        that the same step's forward still has to write (a state older than the block makes such a hit
+        possible); the copy then holds whatever the page held before.
+        """
+        hit_blocks = new_computed_blocks.blocks if new_computed_blocks is not None else ()
+        if hit_blocks and self._copies_unwritten_block(hit_blocks, num_new_computed_tokens):
+            return None
+        blocks = super().allocate_slots(
+            request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, *args, **kwargs
+        )
+        if blocks is not None and self.coordinator.enable_partial_hash_hits:
+            self._record_writes(request, num_new_tokens, num_new_computed_tokens, kwargs)
+        return blocks
+
+    def _copies_unwritten_block(self, hit_blocks: Sequence[Sequence[KVCacheBlock]], num_hit_tokens: int) -> bool:
+        for manager in self.attention_managers:
+            blocks = hit_blocks[manager.kv_cache_group_id]
+            if blocks and num_hit_tokens % manager.block_size:
+                written_from = self._written.get(blocks[-1].block_id)
+                if written_from is not None and written_from < num_hit_tokens:
+                    return True
+        return False
+
+    def _record_writes(
+        self, request: Request, num_new_tokens: int, num_hit_tokens: int, kwargs: dict[str, Any]
+    ) -> None:
+        start = request.num_computed_tokens + num_hit_tokens + kwargs.get("num_external_computed_tokens", 0)
+        for manager in self.attention_managers:
+            size = manager.block_size
+            blocks = manager.req_to_blocks[request.request_id]
+            for column in range(start // size, min(math.ceil((start + num_new_tokens) / size), len(blocks))):
+                self._written[blocks[column].block_id] = start
+            if num_hit_tokens % size:
+                # This request's own copy is filled in this step too, from the block's first token on.
+                self._written[blocks[num_hit_tokens // size].block_id] = num_hit_tokens // size * size
+
+    def withdraw_unwritten(self, request: Request) -> None:
+        """Take out of the prefix cache what a request published for tokens it will not compute now.
+
+        Call it before a request is preempted: stock lets a chunk that was allocated in the same step keep its
+        entries although no forward pass will write them.
+        """
+        for manager in self.coordinator.single_type_managers:
+            for block in manager.req_to_blocks.get(request.request_id, ()):
+                if (block.block_hash_num_tokens or 0) > request.num_computed_tokens:
+                    self.block_pool._maybe_evict_cached_block(block)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the planner did: counters by reason, and a log of the first plans."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import vllm.envs as envs
+from vllm.logger import init_logger
+from vllm.v1.core.recurrent_prefill_checkpoint import BoundPlan
+
+logger = init_logger(__name__)
+
+
+class Fallback(StrEnum):
+    """Why a prefill span took stock's path."""
+
+    UNALIGNED_START = "unaligned_start"
+    ENCODER_INPUT = "encoder_input"
+    EXTERNAL_LOAD = "external_load"
+    REPLAYED_OUTPUT = "replayed_output"
+    NO_ROOM = "no_room"
+    SPAN_CHANGED = "span_changed"
+
+
+@dataclass
+class PrefillPlanStats:
+    """Counts since the engine started.
+
+    Attributes:
+        spans: Prefill spans that ran without a stop for a state.
+        states: States those spans exported.
+        states_without_page: States that were wanted and found no spare page (or were cached already).
+        fallbacks: Prefill spans on stock's path, by reason.
+    """
+
+    spans: int = 0
+    states: int = 0
+    states_without_page: int = 0
+    fallbacks: Counter[Fallback] = field(default_factory=Counter)
+    _plans_to_log: int = field(default_factory=lambda: envs.VLLM_B12X_KDA_PREFILL_COALESCING_LOG_LIMIT)
+
+    def record_span(self, exported: int, not_exported: int) -> None:
+        self.spans += 1
+        self.states += exported
+        self.states_without_page += not_exported
+
+    def record_fallback(self, reason: Fallback) -> None:
+        self.fallbacks[reason] += 1
+
+    def log_plan(self, request_id: str, plan: BoundPlan) -> None:
+        """Log one bound plan, as long as the configured number of them is not reached."""
+        if self._plans_to_log > 0:
+            self._plans_to_log -= 1
+            logger.info(
+                "KDA prefill plan: request %s, query [%d, %d), checkpoints %s, pages %s",
+                request_id,
+                plan.start,
+                plan.end,
+                list(plan.positions),
+                dict(plan.pages),
+            )

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's part: run the span that needs no stop, then bind what it exports.
+
+A plan is made once, from what the step really runs: `_mamba_block_aligned_split` proposes a query span and
+`_update_after_schedule`, when nothing can change any more, binds the states that this exact span exports. A
+request whose token count changed in between keeps stock's own checkpoint at most.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm.envs as envs
+from vllm.logger import init_logger
+from vllm.v1.core.coalescing_kv_cache_manager import CoalescingKVCacheManager, Pages
+from vllm.v1.core.prefill_plan_stats import Fallback, PrefillPlanStats
+from vllm.v1.core.recurrent_prefill_checkpoint import BoundPlan, Retention
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+PLANS_ATTRIBUTE = "kda_prefill_plans"
+"""Where a scheduler output carries its plans: request id -> `BoundPlan`, exporting requests only."""
+
+
+class CoalescingSchedulerMixin(Scheduler):
+    """Goes before `Scheduler` or `AsyncScheduler` among the bases."""
+
+    kv_cache_manager: CoalescingKVCacheManager
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kv_cache_manager = CoalescingKVCacheManager.adopt(self.kv_cache_manager)
+        self.retention = Retention(
+            grid=self.kv_cache_manager.grid,
+            policy=envs.VLLM_B12X_KDA_PREFILL_RETENTION,
+            interval=self.kv_cache_config.prefix_cache_retention_interval,
+        )
+        self.plan_stats = PrefillPlanStats()
+        self._span_ends: dict[str, int] = {}
+        self._fallbacks: dict[str, Fallback] = {}
+        grid = self.retention.grid
+        logger.info(
+            "KDA prefill coalescing: pages of %d tokens (lookup %d, scheduler %d, attention block %d), "
+            "policy %s, retention interval %s",
+            grid.page,
+            grid.hit_alignment,
+            grid.scheduler_block,
+            grid.attention_block,
+            self.retention.policy,
+            self.retention.interval,
+        )
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self._span_ends.clear()
+        self._fallbacks.clear()
+        return super().schedule(throttle_prefills)
+
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """Propose the query span stock would run if it had no state to retain on the way."""
+        stock_tokens = super()._mamba_block_aligned_split(
+            request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
+        )
+        start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+        if start >= request.num_prompt_tokens:
+            return stock_tokens
+        fallback = self._fallback(request, start, num_external_computed_tokens)
+        end = start + stock_tokens
+        if fallback is None:
+            end = self._span_end(request, start, start + num_new_tokens)
+            if end > start + stock_tokens and not self.kv_cache_manager.has_room(
+                request, start, end, self.num_lookahead_tokens
+            ):
+                fallback = Fallback.NO_ROOM
+        if fallback is not None:
+            self._fallbacks[request.request_id] = fallback
+            return stock_tokens
+        self._span_ends[request.request_id] = end
+        return end - start
+
+    def _span_end(self, request: Request, start: int, end: int) -> int:
+        """Where a query that starts on the page grid ends: with the prompt, or on the page grid."""
+        if end >= request.num_prompt_tokens:
+            return end
+        for unit in (self.retention.grid.page, self.cache_config.block_size):
+            if end // unit * unit > start:
+                return end // unit * unit
+        # Pages wider than a chunk may be: stock advances inside the page.
+        return start
+
+    def _fallback(self, request: Request, start: int, num_external_tokens: int) -> Fallback | None:
+        if request.num_output_tokens:
+            return Fallback.REPLAYED_OUTPUT
+        if num_external_tokens:
+            return Fallback.EXTERNAL_LOAD
+        if start % self.retention.grid.page:
+            return Fallback.UNALIGNED_START
+        if any(f.mm_position.offset + f.mm_position.length > start for f in request.mm_features):
+            return Fallback.ENCODER_INPUT
+        return None
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        plans: dict[str, BoundPlan] = {}
+        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            request = self.requests[request_id]
+            if request.num_computed_tokens < max(request.num_prompt_tokens, request.num_tokens - 1):
+                plan = self._bind(request, num_tokens)
+                if plan is not None:
+                    plans[request_id] = plan
+        setattr(scheduler_output, PLANS_ATTRIBUTE, plans)
+        super()._update_after_schedule(scheduler_output)
+
+    def _bind(self, request: Request, num_tokens: int) -> BoundPlan | None:
+        """Bind the exports of one prefill span; publish its end state where that is worth keeping."""
+        manager = self.kv_cache_manager
+        start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
+        stock = manager.stock_checkpoint(request)
+        exports: dict[int, Pages] = dict([stock]) if stock is not None else {}
+        if self._span_ends.get(request.request_id) == end:
+            prompt, junction = request.num_prompt_tokens, request.shared_prefix_boundary
+            wanted = self.retention.wanted(prompt, start, end, junction, exports)
+            granted, blocks = manager.grant(request, wanted)
+            exports |= granted
+            # As soon as the step is in order behind whoever reads these pages now, they are free to evict.
+            self._free_cow_retained_blocks(blocks, self.sched_step_seq)
+            end_state = self.retention.end_state(prompt, end, junction)
+            if end_state is not None and end < prompt:
+                manager.retain_end_state(request, end_state)
+            self.plan_stats.record_span(len(exports), len(wanted) - len(granted))
+        elif request.request_id in self._fallbacks:
+            self.plan_stats.record_fallback(self._fallbacks[request.request_id])
+        else:
+            self.plan_stats.record_fallback(Fallback.SPAN_CHANGED)
+        if not exports:
+            return None
+        positions = tuple(sorted(exports))
+        pages = {
+            group: tuple(exports[position][group] for position in positions) for group in exports[positions[0]]
+        }
+        plan = BoundPlan(start, end, positions, pages)
+        self.plan_stats.log_plan(request.request_id, plan)
+        return plan
+
+    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
+        self.kv_cache_manager.withdraw_unwritten(request)
+        super()._preempt_request(request, timestamp, drop_stale_output)
+
+
+class CoalescingScheduler(CoalescingSchedulerMixin, Scheduler):
+    """vLLM's scheduler, retaining up to four states inside one query."""
+
+
+class CoalescingAsyncScheduler(CoalescingSchedulerMixin, AsyncScheduler):
+    """The same for asynchronous scheduling."""
+
+
+def create_scheduler(**kwargs: Any) -> Scheduler:
+    """Make the scheduler that the engine's configuration asks for; the value of `scheduler_cls`.
+
+    vLLM resolves whether scheduling is asynchronous after it has let models adjust the configuration.
+    """
+    async_scheduling = kwargs["vllm_config"].scheduler_config.async_scheduling
+    return (CoalescingAsyncScheduler if async_scheduling else CoalescingScheduler)(**kwargs)

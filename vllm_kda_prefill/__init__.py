@@ -1,0 +1,1 @@
+"""Command line and demonstration of coalesced KDA prefill with retained checkpoints."""
