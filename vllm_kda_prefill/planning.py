@@ -1,8 +1,6 @@
 """vLLM's real scheduler and KV cache manager on a machine without a GPU.
 
-vLLM has no platform where it finds no accelerator, and its CPU platform cannot run prefix caching with MLA.
-`PlanningPlatform` only answers what building a configuration asks. Model classes are replaced by stand-ins:
-planning needs their names and traits, not their CUDA code.
+Model classes are replaced by stand-ins: planning needs their names and traits, not their CUDA code.
 """
 
 from __future__ import annotations
@@ -19,14 +17,15 @@ from unittest.mock import MagicMock
 
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
 
+# The platform first: see there.
+import vllm_kda_prefill.planning_platform  # noqa: F401  # isort: skip
+
 import torch
-import vllm.platforms
 from torch import nn
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 from vllm.model_executor.models.registry import ModelRegistry
-from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.plugins.kda_prefill_coalescing import settings
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -60,32 +59,6 @@ GLM_SHAPES: dict[str, Any] = {
 Arm = Literal["stock", "coalesced"]
 
 
-class PlanningPlatform(Platform):
-    """Says it is a GPU without one behind it: configurations can be built, nothing can be run."""
-
-    _enum = PlatformEnum.OOT
-    device_name = "planning"
-    device_type = "cuda"
-    dispatch_key = "CUDA"
-    supported_quantization: list[str] = []  # noqa: RUF012  (the base class's own declaration)
-
-    @classmethod
-    def support_hybrid_kv_cache(cls) -> bool:
-        return True
-
-    @classmethod
-    def support_static_graph_mode(cls) -> bool:
-        return True
-
-    @classmethod
-    def import_kernels(cls) -> None:
-        """There are none to import."""
-
-    @classmethod
-    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Nothing depends on a device that is not there."""
-
-
 class _StandIn(nn.Module, HasInnerState, IsHybrid):
     """What vLLM asks of a hybrid model class while it builds a configuration."""
 
@@ -104,8 +77,7 @@ class _StandIn(nn.Module, HasInnerState, IsHybrid):
 
 @cache
 def prepare() -> None:
-    """Install the platform, the stand-ins and the fork's settings in this process, once."""
-    vllm.platforms.current_platform = PlanningPlatform()
+    """Install the stand-ins and the fork's settings in this process, once."""
     for architecture in ("Glm5NextForConditionalGeneration", "Glm5NextForCausalLM", "Glm5NextMTPModel"):
         ModelRegistry.register_model(architecture, _StandIn)
     settings.register()

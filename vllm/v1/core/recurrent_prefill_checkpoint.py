@@ -23,6 +23,9 @@ CHUNK_TOKENS = 16
 MAX_CHECKPOINTS = 4
 """States one query can export besides its final one."""
 
+PLANS_ATTRIBUTE = "kda_prefill_plans"
+"""Where a scheduler output carries its plans: request id -> `BoundPlan`, exporting requests only."""
+
 Policy = Literal["ladder", "replay"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 

@@ -14,16 +14,13 @@ import vllm.envs as envs
 from vllm.logger import init_logger
 from vllm.v1.core.coalescing_kv_cache_manager import CoalescingKVCacheManager, Pages
 from vllm.v1.core.prefill_plan_stats import Fallback, PrefillPlanStats
-from vllm.v1.core.recurrent_prefill_checkpoint import BoundPlan, Retention
+from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE, BoundPlan, Retention
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 logger = init_logger(__name__)
-
-PLANS_ATTRIBUTE = "kda_prefill_plans"
-"""Where a scheduler output carries its plans: request id -> `BoundPlan`, exporting requests only."""
 
 
 class CoalescingSchedulerMixin(Scheduler):

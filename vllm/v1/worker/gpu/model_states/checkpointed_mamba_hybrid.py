@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The V2 model state that hands each step's plans to the metadata builders, checked against the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backends.gdn_checkpoint import CheckpointedGDNMetadataBuilder, GroupRows
+from vllm.v1.core.recurrent_prefill_checkpoint import BoundPlan
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+from vllm.v1.worker.prefill_plan_rows import CheckpointRows, bind_rows
+from vllm.v1.worker.utils import AttentionGroup
+
+
+class CheckpointedMambaHybridModelState(MambaHybridModelState):
+    """`MambaHybridModelState` for layers that export up to four states of a query."""
+
+    _plans: Mapping[str, BoundPlan] | None = None
+
+    def set_plans(self, plans: Mapping[str, BoundPlan]) -> None:
+        """Take the plans of the scheduler output that is executed next."""
+        self._plans = plans
+
+    def prepare_attn(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[torch.Tensor, ...],
+        slot_mappings: torch.Tensor,
+        attn_groups: list[list[AttentionGroup]],
+        kv_cache_config: KVCacheConfig,
+        for_capture: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        # A batch that no scheduler output announced (warm-up, capture) has no plans, and consumes none.
+        plans, self._plans = self._plans, None
+        builders = dict(self._builders(attn_groups))
+        rows = None
+        if plans is not None and not for_capture:
+            rows = bind_rows(
+                plans,
+                request_ids=input_batch.req_ids,
+                num_computed_tokens=input_batch.num_computed_tokens_np,
+                num_scheduled_tokens=input_batch.num_scheduled_tokens,
+                query_start_loc=input_batch.query_start_loc_np,
+                group_ids=builders.keys(),
+                num_pages=kv_cache_config.num_blocks,
+            )
+        self._bind(builders, rows, plans is not None)
+        try:
+            return super().prepare_attn(
+                input_batch,
+                cudagraph_mode,
+                block_tables,
+                slot_mappings,
+                attn_groups,
+                kv_cache_config,
+                for_capture,
+                **kwargs,
+            )
+        finally:
+            self._bind(builders, None, False)
+
+    @staticmethod
+    def _builders(
+        attn_groups: list[list[AttentionGroup]],
+    ) -> Iterator[tuple[int, list[CheckpointedGDNMetadataBuilder]]]:
+        for group_id, groups in enumerate(attn_groups):
+            builders = [group.get_metadata_builder(0) for group in groups]
+            checkpointed = [b for b in builders if isinstance(b, CheckpointedGDNMetadataBuilder)]
+            if checkpointed:
+                yield group_id, checkpointed
+
+    @staticmethod
+    def _bind(
+        builders: dict[int, list[CheckpointedGDNMetadataBuilder]], rows: CheckpointRows | None, planned: bool
+    ) -> None:
+        for group_id, group_builders in builders.items():
+            group_rows = GroupRows.of(rows, group_id) if planned else None
+            for builder in group_builders:
+                builder.bind(group_rows)
