@@ -22,7 +22,14 @@ import vllm_kda_prefill.planning_platform  # noqa: F401  # isort: skip
 
 import torch
 from torch import nn
-from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 from vllm.model_executor.models.registry import ModelRegistry
@@ -213,7 +220,7 @@ class Engine:
         scheduler = classes[arm][asynchronous](
             vllm_config=config,
             kv_cache_config=kv_cache_config,
-            structured_output_manager=MagicMock(),
+            structured_output_manager=MagicMock(**{"validate_tokens.side_effect": lambda _, tokens: tokens}),
             block_size=scheduler_block,
             hash_block_size=hash_block,
             log_stats=True,
@@ -245,9 +252,7 @@ class Engine:
     def answer(self, output: SchedulerOutput) -> None:
         """Report a step's tokens back, every draft token rejected."""
         request_ids = list(output.num_scheduled_tokens)
-        sampled = [
-            [] if self._is_mid_prefill(request_id) else [0] for request_id in request_ids
-        ]
+        sampled = [[] if self._is_mid_prefill(request_id) else [0] for request_id in request_ids]
         self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(

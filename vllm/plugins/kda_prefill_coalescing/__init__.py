@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate. vLLM loads it in every process; everything else of this fork loads only if the gate is on."""
+"""The gate. vLLM loads it in every process; everything else of this fork loads only if a setting asks for it."""
 
 import os
 
 GATE = "VLLM_B12X_KDA_PREFILL_COALESCING"
+SPLIT_TARGET = "VLLM_GLM53_SPLIT_TARGET_BLOCK_SIZE"
+SPLIT_MAMBA = "VLLM_GLM53_SPLIT_MAMBA_BLOCK_SIZE"
 
 
 def is_on(value: str | None) -> bool:
@@ -22,7 +24,8 @@ def is_on(value: str | None) -> bool:
 
 def register() -> None:
     """Entry point of the `vllm.general_plugins` group; may run any number of times."""
-    if is_on(os.environ.get(GATE)):
+    coalescing = is_on(os.environ.get(GATE))
+    if coalescing or os.environ.get(SPLIT_TARGET) or os.environ.get(SPLIT_MAMBA):
         from vllm.plugins.kda_prefill_coalescing.seams import bind
 
-        bind()
+        bind(coalescing)

@@ -118,4 +118,6 @@ def bind_rows(
 
 
 def _name(request_id: str, plan: BoundPlan) -> str:
-    return f"KDA prefill plan of request {request_id} for [{plan.start}, {plan.end}) at {list(plan.positions)}"
+    return (
+        f"KDA prefill plan of request {request_id} for [{plan.start}, {plan.end}) at {list(plan.positions)}"
+    )

@@ -126,7 +126,9 @@ class PlannedCheckpointBuilder:
             checkpoint, state_indices=async_tensor_h2d(slots, device=device), host_slots=slots.tolist()
         )
 
-    def _derived(self, m: CommonAttentionMetadata, request_rows: list[int]) -> PlannedCheckpointMetadata | None:
+    def _derived(
+        self, m: CommonAttentionMetadata, request_rows: list[int]
+    ) -> PlannedCheckpointMetadata | None:
         single = self.stock.build(m, request_rows)
         if single is None:
             return None

@@ -1,0 +1,100 @@
+"""Start an arm as a process and read its answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RUN_ARM = Path(__file__).with_name("run_arm.py")
+GATE = "VLLM_B12X_KDA_PREFILL_COALESCING"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """How one engine is started."""
+
+    gate: bool
+    eager: bool = True
+    mtp: int = 3
+    policy: str = "ladder"
+    memory: float = 0.5
+    pages: int | None = None
+    backend: str = "auto"
+
+    @property
+    def name(self) -> str:
+        return (
+            f"{'on' if self.gate else 'off'}-{'eager' if self.eager else 'graphs'}-mtp{self.mtp}-{self.policy}"
+            f"-{self.backend}" + (f"-{self.pages}pages" if self.pages else "")
+        )
+
+    def engine_arguments(self, model: Path) -> dict[str, Any]:
+        """What `vllm.LLM` takes."""
+        arguments: dict[str, Any] = {
+            "model": str(model),
+            "skip_tokenizer_init": True,
+            "load_format": "seeded",
+            "language_model_only": True,
+            "max_model_len": 40000,
+            "max_num_batched_tokens": 8192,
+            "max_num_seqs": 32,
+            "enable_prefix_caching": True,
+            "gpu_memory_utilization": self.memory,
+            "enforce_eager": self.eager,
+            "max_logprobs": 32,
+        }
+        if self.mtp:
+            arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": self.mtp}
+        if self.pages:
+            arguments["num_gpu_blocks_override"] = self.pages
+        if self.backend != "auto":
+            arguments["additional_config"] = {"kda_prefill_backend": self.backend}
+        return arguments
+
+    def environment(self) -> dict[str, str]:
+        """This process's environment with the arm's settings."""
+        return {
+            **os.environ,
+            GATE: str(int(self.gate)),
+            "VLLM_B12X_KDA_PREFILL_RETENTION": self.policy,
+            "VLLM_B12X_KDA_PREFILL_COALESCING_LOG_LIMIT": "100",
+            "VLLM_GLM53_SPLIT_TARGET_BLOCK_SIZE": "512",
+            "VLLM_GLM53_SPLIT_MAMBA_BLOCK_SIZE": "512",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        }
+
+
+def run(arm: Arm, model: Path, steps: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """Run an arm's steps; logs stay in `folder`.
+
+    Raises:
+        RuntimeError: The arm failed; the message ends with its log's last lines.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    job, out, log = (folder / f"{arm.name}.{suffix}" for suffix in ("job.json", "out.json", "log"))
+    job.write_text(json.dumps({"engine": arm.engine_arguments(model), "steps": steps}))
+    with log.open("w") as file:
+        code = subprocess.run(
+            [sys.executable, str(RUN_ARM), str(job), str(out)],
+            env=arm.environment(),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            timeout=280,
+            check=False,
+        ).returncode
+    if code:
+        tail = "\n".join(log.read_text().splitlines()[-40:])
+        raise RuntimeError(f"arm {arm.name} exited with {code}:\n{tail}")
+    return json.loads(out.read_text())
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    """Random token ids, the same for the same seed."""
+    source = random.Random(seed)
+    return [source.randrange(10, 31900) for _ in range(length)]

@@ -1,0 +1,56 @@
+"""A vLLM load format, `seeded`, whose random weights have the scale of trained ones.
+
+vLLM's own dummy weights are so small that logits hardly depend on the prompt, so a wrong state would not
+show. Here a parameter's values depend on its name and shape alone: two engines hold the same model.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import nn
+from vllm.config import ModelConfig
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+
+def _fill(name: str, parameter: torch.Tensor) -> None:
+    generator = torch.Generator(device=parameter.device).manual_seed(zlib.crc32(name.encode()))
+    shape = parameter.shape
+
+    def normal(scale: float) -> torch.Tensor:
+        values = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+        return values.normal_(0.0, scale, generator=generator)
+
+    if "A_log" in name:
+        values = normal(0.5) - 1.0
+    elif "dt_bias" in name:
+        values = normal(1.0) - 1.0
+    elif "conv1d" in name:
+        values = normal(0.5)
+    elif parameter.ndim >= 2:
+        values = normal(shape[-1] ** -0.5)
+    elif "norm" in name:
+        values = 1.0 + normal(0.02)
+    else:
+        values = normal(0.02)
+    parameter.copy_(values.to(parameter.dtype))
+
+
+def register() -> None:
+    """Entry point of the `vllm.general_plugins` group; may run any number of times."""
+    from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER as loaders
+
+    if "seeded" not in loaders:
+        register_model_loader("seeded")(SeededModelLoader)
+
+
+class SeededModelLoader(DummyModelLoader):
+    """Fills every floating-point parameter in place of loading it."""
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        with torch.no_grad():
+            for name, parameter in model.state_dict(keep_vars=True).items():
+                if parameter.is_floating_point() and parameter.numel():
+                    _fill(name, parameter)

@@ -1,0 +1,155 @@
+"""An engine that cannot coalesce is refused with every reason; one that can gets its scheduler and worker."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.platforms.interface import DeviceCapability
+from vllm.plugins.kda_prefill_coalescing import config_check
+
+from vllm_kda_prefill.planning import Layout
+from vllm_kda_prefill.planning_platform import PlanningPlatform
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    monkeypatch.setattr(
+        PlanningPlatform, "get_device_capability", classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
+    )
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return Layout(dcp=4, mtp=3).vllm_config()
+
+
+@pytest.fixture
+def config(plain):
+    """A configuration that meets every condition; tests change what they are about."""
+    parallel, model = plain.parallel_config, plain.model_config
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            architecture=model.architecture, dtype=model.dtype, enable_sleep_mode=model.enable_sleep_mode
+        ),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=4,
+            decode_context_parallel_size=4,
+            pipeline_parallel_size=parallel.pipeline_parallel_size,
+            data_parallel_size=parallel.data_parallel_size,
+            prefill_context_parallel_size=parallel.prefill_context_parallel_size,
+            enable_expert_parallel=parallel.enable_expert_parallel,
+            worker_cls="auto",
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, mamba_cache_mode="align"),
+        scheduler_config=SimpleNamespace(scheduler_cls=None, max_num_batched_tokens=8192),
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=3, num_speculative_tokens_per_batch_size=None
+        ),
+        lora_config=None,
+        additional_config={},
+        use_v2_model_runner=True,
+    )
+
+
+def test_a_real_configuration_meets_every_condition(plain):
+    assert list(config_check.unmet_conditions(plain)) == []
+
+
+def test_an_engine_that_can_coalesce_gets_scheduler_and_worker(config):
+    config_check.check(config)
+    config_check.check(config)
+    assert config.scheduler_config.scheduler_cls.endswith("coalescing_scheduler.create_scheduler")
+    assert config.parallel_config.worker_cls.endswith("coalescing_worker.CoalescingWorker")
+
+
+def set_capability(value):
+    def change(config, monkeypatch):
+        monkeypatch.setattr(
+            PlanningPlatform, "get_device_capability", classmethod(lambda cls, device_id=0: value)
+        )
+
+    return change
+
+
+def put(part, name, value):
+    def change(config, monkeypatch):
+        target = getattr(config, part) if part else config
+        if isinstance(target, dict):
+            target[name] = value
+        else:
+            setattr(target, name, value)
+
+    return change
+
+
+CASES = {
+    "model": (put("model_config", "architecture", "LlamaForCausalLM"), "LlamaForCausalLM, not GLM-5.3-Flash"),
+    "dtype": (put("model_config", "dtype", torch.float16), "pass --dtype bfloat16"),
+    "prefix caching": (put("cache_config", "enable_prefix_caching", False), "pass --enable-prefix-caching"),
+    "cache mode": (put("cache_config", "mamba_cache_mode", "all"), "pass --mamba-cache-mode align"),
+    "runner": (put("", "use_v2_model_runner", False), "set VLLM_USE_V2_MODEL_RUNNER=1"),
+    "pipeline": (put("parallel_config", "pipeline_parallel_size", 2), "--pipeline-parallel-size 1"),
+    "data": (put("parallel_config", "data_parallel_size", 2), "--data-parallel-size 1"),
+    "prefill context": (
+        put("parallel_config", "prefill_context_parallel_size", 2),
+        "--prefill-context-parallel-size 1",
+    ),
+    "experts": (put("parallel_config", "enable_expert_parallel", True), "leave out --enable-expert-parallel"),
+    "lora": (put("", "lora_config", object()), "leave out --enable-lora"),
+    "sleep": (put("model_config", "enable_sleep_mode", True), "leave out --enable-sleep-mode"),
+    "dynamic": (
+        put("speculative_config", "num_speculative_tokens_per_batch_size", [(1, 2, 3)]),
+        "speculation is dynamic",
+    ),
+    "triton": (put("additional_config", "kda_prefill_backend", "triton"), "which exports no states"),
+    "old GPU": (set_capability(DeviceCapability(8, 0)), r"this device \(SM80\): use SM90"),
+    "no GPU": (set_capability(None), r"this device \(no CUDA GPU\): use SM90"),
+    "scheduler": (put("scheduler_config", "scheduler_cls", "my.Scheduler"), "leave out --scheduler-cls"),
+    "worker": (put("parallel_config", "worker_cls", "my.Worker"), "leave out --worker-cls"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_unmet_condition_is_refused_with_the_way_to_meet_it(case, config, monkeypatch):
+    change, message = CASES[case]
+    change(config, monkeypatch)
+    assert len(list(config_check.unmet_conditions(config))) == 1
+    with pytest.raises(ValueError, match=message):
+        config_check.check(config)
+    assert not str(config.scheduler_config.scheduler_cls).startswith("vllm.")
+
+
+def test_all_unmet_conditions_are_named_at_once(config, monkeypatch):
+    for name, (change, _) in CASES.items():
+        if name not in ("no GPU", "cache mode"):
+            change(config, monkeypatch)
+    with pytest.raises(ValueError, match="VLLM_B12X_KDA_PREFILL_COALESCING=1") as error:
+        config_check.check(config)
+    assert "\n" not in str(error.value)
+    for name, (_, message) in CASES.items():
+        if name not in ("no GPU", "cache mode"):
+            assert message.replace("\\", "") in str(error.value)
+
+
+def test_the_draft_model_and_a_configuration_without_a_model_are_let_through(config):
+    config.model_config.architecture = "Glm5NextMTPModel"
+    config_check.check(config)
+    config.model_config = None
+    config_check.check(config)
+    assert config.scheduler_config.scheduler_cls is None
+
+
+@pytest.mark.parametrize(
+    ("tensor", "drafts", "budget", "warned"),
+    [(4, 3, 8192, False), (4, 0, 8192, False), (1, 3, 8192, True), (4, 2, 8192, True), (4, 3, 4096, True)],
+)
+def test_a_setting_outside_the_qualified_set_runs_with_one_warning(
+    config, monkeypatch, tensor, drafts, budget, warned
+):
+    warnings = []
+    monkeypatch.setattr(config_check.logger, "warning_once", lambda *args: warnings.append(args))
+    config.parallel_config.tensor_parallel_size = tensor
+    config.speculative_config.num_speculative_tokens = drafts
+    config.scheduler_config.max_num_batched_tokens = budget
+    config_check.check(config)
+    assert bool(warnings) == warned

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether an engine configuration can coalesce KDA prefill, and what it needs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.plugins.kda_prefill_coalescing import GATE
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+MODELS = ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration")
+DRAFT_MODELS = ("Glm5NextMTPModel",)
+SCHEDULER = "vllm.v1.core.sched.coalescing_scheduler.create_scheduler"
+WORKER = "vllm.v1.worker.coalescing_worker.CoalescingWorker"
+STOCK_WORKERS = ("auto", "vllm.v1.worker.gpu_worker.Worker")
+KERNEL_CAPABILITIES = (9, 10, 12)
+"""Major compute capabilities with a kernel that exports states: Hopper, Blackwell and its consumer parts."""
+
+
+def unmet_conditions(vllm_config: VllmConfig) -> Iterator[str]:
+    """Name each condition that `vllm_config` does not meet, with the way to meet it."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if model.architecture not in MODELS:
+        yield f"the model is {model.architecture}, not GLM-5.3-Flash ({' or '.join(MODELS)}): serve it with {GATE}=0"
+    if model.dtype != torch.bfloat16:
+        yield f"the dtype is {model.dtype}: pass --dtype bfloat16"
+    if not vllm_config.cache_config.enable_prefix_caching:
+        yield "prefix caching is off: pass --enable-prefix-caching"
+    elif vllm_config.cache_config.mamba_cache_mode not in ("align", "none"):
+        yield f"the Mamba cache mode is {vllm_config.cache_config.mamba_cache_mode}: pass --mamba-cache-mode align"
+    if not vllm_config.use_v2_model_runner:
+        yield "model runner V1 is in use: set VLLM_USE_V2_MODEL_RUNNER=1"
+    for name in ("pipeline", "data", "prefill_context"):
+        size = getattr(parallel, f"{name}_parallel_size")
+        if size > 1:
+            yield f"{name.replace('_', ' ')} parallel size is {size}: pass --{name.replace('_', '-')}-parallel-size 1"
+    if parallel.enable_expert_parallel:
+        yield "expert parallelism is on: leave out --enable-expert-parallel"
+    if vllm_config.lora_config is not None:
+        yield "LoRA is on: leave out --enable-lora"
+    if model.enable_sleep_mode:
+        yield "sleep mode is on: leave out --enable-sleep-mode"
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.num_speculative_tokens_per_batch_size:
+        yield "speculation is dynamic: leave num_speculative_tokens_per_batch_size out of --speculative-config"
+    yield from _unmet_by_kernel(vllm_config)
+    if vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER):
+        yield f"the scheduler is {vllm_config.scheduler_config.scheduler_cls}: leave out --scheduler-cls"
+    if parallel.worker_cls not in (*STOCK_WORKERS, WORKER):
+        yield f"the worker is {parallel.worker_cls}: leave out --worker-cls"
+
+
+def _unmet_by_kernel(vllm_config: VllmConfig) -> Iterator[str]:
+    additional = vllm_config.additional_config
+    if isinstance(additional, dict) and additional.get("kda_prefill_backend") == "triton":
+        yield (
+            "the KDA prefill backend is triton, which exports no states: "
+            'leave "kda_prefill_backend" out of --additional-config'
+        )
+    capability = current_platform.get_device_capability()
+    if capability is None or capability.major not in KERNEL_CAPABILITIES:
+        name = f"SM{capability.major}{capability.minor}" if capability is not None else "no CUDA GPU"
+        yield f"no kernel exports states on this device ({name}): use SM90, SM10x or SM12x"
+
+
+def check(vllm_config: VllmConfig) -> None:
+    """Refuse a configuration that cannot coalesce, and give one that can its scheduler and worker.
+
+    Raises:
+        ValueError: Conditions are unmet; one line names each, and how to meet it.
+    """
+    model = vllm_config.model_config
+    if model is None or model.architecture in DRAFT_MODELS:
+        return
+    unmet = list(unmet_conditions(vllm_config))
+    if unmet:
+        raise ValueError(f"{GATE}=1, but this engine cannot coalesce KDA prefill: " + "; ".join(unmet))
+    vllm_config.scheduler_config.scheduler_cls = SCHEDULER
+    vllm_config.parallel_config.worker_cls = WORKER
+    _warn_unless_qualified(vllm_config)
+
+
+def _warn_unless_qualified(vllm_config: VllmConfig) -> None:
+    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    draft_tokens = speculative.num_speculative_tokens if speculative is not None else 0
+    setting = (
+        f"TP{parallel.tensor_parallel_size}, DCP{parallel.decode_context_parallel_size}, {draft_tokens} draft tokens, "
+        f"a budget of {vllm_config.scheduler_config.max_num_batched_tokens} tokens"
+    )
+    qualified = (
+        parallel.tensor_parallel_size == 4
+        and parallel.decode_context_parallel_size in (1, 2, 4)
+        and draft_tokens in (0, 3)
+        and vllm_config.scheduler_config.max_num_batched_tokens == 8192
+    )
+    if not qualified:
+        logger.warning_once(
+            "KDA prefill coalescing is qualified for TP4 with DCP 1, 2 or 4, no or 3 draft tokens and a budget of 8192 "
+            "tokens; this engine has %s",
+            setting,
+        )

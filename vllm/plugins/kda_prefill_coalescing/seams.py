@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every place where this fork meets stock vLLM, in one table.
+
+A row says where, why, and what change upstream would let it go. Rows that override or rely on the inside of an
+upstream function also name that source with its SHA-256: if an installed vLLM differs there, nobody has checked
+that the override still means the same, and the engine does not start.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import vllm
+from vllm.plugins.kda_prefill_coalescing import (
+    GATE,
+    SPLIT_MAMBA,
+    SPLIT_TARGET,
+    config_check,
+    settings,
+    split_layout,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+VLLM_VERSION = "0.33.0"
+VARIABLES = f"{GATE}, {SPLIT_TARGET} and {SPLIT_MAMBA}"
+DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One row of the table.
+
+    Attributes:
+        name: What it is called.
+        how: Which of vLLM's registries or hooks it uses, or what it rebinds.
+        why: What it is for.
+        goes_when: The upstream change that would make it unnecessary.
+        upstream: `module:qualified name` of each upstream source it was written against -> its digest.
+        bind: Puts it in place; runs once a process. None where another row's object brings it along.
+        always: Whether the row is also bound with the gate off, when its own settings are given.
+    """
+
+    name: str
+    how: str
+    why: str
+    goes_when: str
+    upstream: Mapping[str, str] = field(default_factory=dict)
+    bind: Callable[[], None] | None = None
+    always: bool = False
+
+
+def _register_models() -> None:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture in config_check.MODELS:
+        ModelRegistry.register_model(architecture, f"vllm.models.glm5next.coalesced:Coalesced{architecture}")
+
+
+def _rebind_config_update() -> None:
+    from vllm.config import VllmConfig
+
+    stock = VllmConfig.try_verify_and_update_config
+
+    @functools.wraps(stock)
+    def update_and_check(vllm_config: VllmConfig) -> None:
+        stock(vllm_config)
+        config_check.check(vllm_config)
+
+    VllmConfig.try_verify_and_update_config = update_and_check  # type: ignore[method-assign]
+
+
+SEAMS = (
+    Seam(
+        name="settings",
+        how="registry: vllm.envs.environment_variables",
+        why="the fork's variables are read like vLLM's own",
+        goes_when="vLLM has the variables",
+        bind=settings.register,
+        always=True,
+    ),
+    Seam(
+        name="split layout",
+        how="rebinds Platform._align_hybrid_block_size, calling it where the settings do not apply",
+        why="attention and recurrent pages keep their own size",
+        goes_when="vLLM lets a hybrid model's page sizes differ",
+        upstream={"vllm.platforms.interface:Platform._align_hybrid_block_size": "e71decc57e98f69b"},
+        bind=split_layout.rebind,
+        always=True,
+    ),
+    Seam(
+        name="config check",
+        how="rebinds VllmConfig.try_verify_and_update_config, calling it first",
+        why="refuses what cannot coalesce before weights load, and names scheduler and worker for what can; "
+        "the registry of config hooks goes by architecture, and other architectures must be refused too",
+        goes_when="vLLM has a hook for plugins to check a finished configuration",
+        upstream={"vllm.config.vllm:VllmConfig.try_verify_and_update_config": "a3cf210dbc5dbd3c"},
+        bind=_rebind_config_update,
+    ),
+    Seam(
+        name="scheduler",
+        how="hook: SchedulerConfig.scheduler_cls; subclass of Scheduler and AsyncScheduler",
+        why="proposes the span without stops for states, binds plans when the step is final, withdraws a preempted "
+        "chunk's cache entries",
+        goes_when="stock's scheduler exports more than one state a query",
+        upstream={
+            "vllm.v1.core.sched.scheduler:Scheduler.schedule": "fa34c8a13c0a8936",
+            "vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split": "9af6739dbbdf081f",
+            "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule": "2b527eb8070d3cce",
+            "vllm.v1.core.sched.scheduler:Scheduler._preempt_request": "8d67cc4e85688724",
+            "vllm.v1.core.sched.scheduler:Scheduler._free_cow_retained_blocks": "2ac7586b370e740f",
+            "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule": "138d47daea23cdfd",
+        },
+    ),
+    Seam(
+        name="KV cache manager",
+        how="the scheduler's own KVCacheManager takes on a subclass after it is built",
+        why="grants exports their pages, and makes a request wait that would copy an unwritten attention block",
+        goes_when="the two faults in docs/upstream.md are fixed and stock grants more than one checkpoint page",
+        upstream={
+            "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": "8c60d937fd9eb0c8",
+            "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.get_num_blocks_to_allocate": "4500949e3f03d550",
+            "vllm.v1.core.single_type_kv_cache_manager:MambaManager": "ef8c0683976abfec",
+            "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": "aebe22ab01bf5786",
+        },
+    ),
+    Seam(
+        name="free list",
+        how="the block pool's free queue is replaced before the first request",
+        why="second-class states are evicted before first-class entries",
+        goes_when="vLLM's free queue has eviction priorities",
+        upstream={
+            "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue": "9849f2e9a6e41fba",
+            "vllm.v1.core.block_pool:BlockPool": "c176c238dbe9a621",
+        },
+    ),
+    Seam(
+        name="models",
+        how="registry: ModelRegistry.register_model",
+        why="KDA layers export every planned state; their weights and cache specs stay stock's",
+        goes_when="stock's KDA layer exports more than one state a query",
+        upstream={"vllm.models.glm5next.common.kda:Glm5NextLinearAttention": "4164dd69ce7117d1"},
+        bind=_register_models,
+    ),
+    Seam(
+        name="metadata builder",
+        how="hook: MambaBase.get_attn_backend; subclass of GDNAttentionMetadataBuilder",
+        why="gives [rows, 4] offsets and pages from plans instead of deriving one checkpoint from lengths",
+        goes_when="stock's checkpoint metadata comes from the scheduler",
+        upstream={
+            "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadataBuilder": "293288613e054036",
+            "vllm.model_executor.layers.mamba.checkpoint:MambaPrefillCheckpointBuilder": "d285379fb1d2de8e",
+            "vllm.model_executor.layers.mamba.checkpoint:MambaPrefillCheckpointMetadata": "aab5af6ce52d1d46",
+        },
+    ),
+    Seam(
+        name="model state",
+        how="hook: model.get_model_state_cls; subclass of MambaHybridModelState",
+        why="maps plans to packed rows and raises where a row differs from its plan",
+        goes_when="stock's model state takes checkpoint plans",
+        upstream={
+            "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState.prepare_attn": "b0e46b5563d5bb63"
+        },
+    ),
+    Seam(
+        name="worker",
+        how="hook: ParallelConfig.worker_cls; subclass of Worker",
+        why="hands a step's plans to the model state, which the model runner passes no scheduler output",
+        goes_when="the model runner passes the scheduler output to its model state",
+        upstream={"vllm.v1.worker.gpu_worker:Worker.execute_model": "782126ba48e7e116"},
+    ),
+)
+
+
+@functools.cache
+def _module_source(module: str) -> tuple[list[str], ast.Module]:
+    """Lines and syntax tree of an installed vLLM module, without importing it: plugins load before most do."""
+    path = Path(vllm.__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    text = path.read_text(encoding="utf-8")
+    return text.splitlines(keepends=True), ast.parse(text)
+
+
+def source_digest(target: str) -> str:
+    """First 16 digits of the SHA-256 of the source of `module:qualified name`; `missing` where there is none."""
+    module, _, qualified_name = target.partition(":")
+    try:
+        lines, node = _module_source(module)
+    except OSError:
+        return "missing"
+    scope: ast.AST = node
+    for part in qualified_name.split("."):
+        found = [n for n in ast.iter_child_nodes(scope) if isinstance(n, DEFINITIONS) and n.name == part]
+        if not found:
+            return "missing"
+        scope = found[0]
+    assert isinstance(scope, DEFINITIONS) and scope.end_lineno is not None
+    first = min([scope.lineno, *(decorator.lineno for decorator in scope.decorator_list)])
+    return hashlib.sha256("".join(lines[first - 1 : scope.end_lineno]).encode()).hexdigest()[:16]
+
+
+def changed_sources() -> list[str]:
+    """Upstream sources that differ from what the seams were written against, as `module:qualified name`."""
+    return [
+        target
+        for seam in SEAMS
+        for target, digest in seam.upstream.items()
+        if source_digest(target) != digest
+    ]
+
+
+def check_upstream() -> None:
+    """Refuse a vLLM that the seams were not written against.
+
+    Raises:
+        RuntimeError: Another version, or a changed source at a seam.
+    """
+    installed = version("vllm").partition("+")[0]
+    if installed != VLLM_VERSION:
+        raise RuntimeError(
+            f"this fork needs vLLM {VLLM_VERSION}, found {installed}: install vllm=={VLLM_VERSION}, or unset {VARIABLES}"
+        )
+    changed = changed_sources()
+    if changed:
+        raise RuntimeError(
+            f"this vLLM {installed} is not the one this fork was written against; changed: {', '.join(changed)}. "
+            f"Install the stock wheel of vllm=={VLLM_VERSION}, or unset {VARIABLES}"
+        )
+
+
+@functools.cache
+def bind(coalescing: bool = True) -> None:
+    """Check the installed vLLM and put the seams in place, once a process.
+
+    Args:
+        coalescing: Whether the gate is on; with the gate off, only the rows that need no gate are bound.
+    """
+    check_upstream()
+    for seam in SEAMS:
+        if seam.bind is not None and (coalescing or seam.always):
+            seam.bind()

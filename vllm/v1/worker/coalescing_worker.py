@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU worker that passes each step's plans on to the model state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.model_states.checkpointed_mamba_hybrid import CheckpointedMambaHybridModelState
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.prefill_plan_rows import plans_of
+
+
+class CoalescingWorker(Worker):
+    """vLLM's GPU worker with the one thing its model runner does not hand to a model state: the plans."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        model_state = self.model_runner.model_state
+        assert isinstance(model_state, CheckpointedMambaHybridModelState)
+        model_state.set_plans(plans_of(scheduler_output))
+        return super().execute_model(scheduler_output)
