@@ -11,11 +11,12 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.plugins.kda_prefill_coalescing import (
@@ -76,6 +77,24 @@ def _rebind_config_update() -> None:
         config_check.check(vllm_config)
 
     VllmConfig.try_verify_and_update_config = update_and_check  # type: ignore[method-assign]
+
+
+def _rebind_stat_loggers() -> None:
+    import vllm.v1.metrics.loggers as loggers
+
+    stock = loggers.load_stat_logger_plugin_factories
+
+    @functools.wraps(stock)
+    def load_factories() -> list[Any]:
+        from vllm.v1.metrics.kda_prefill import with_kda_prefill_logger
+
+        return with_kda_prefill_logger(stock())
+
+    loggers.load_stat_logger_plugin_factories = load_factories
+    # The API server imports the engine client, and with it the function, before it loads plugins.
+    client = sys.modules.get("vllm.v1.engine.async_llm")
+    if client is not None:
+        client.load_stat_logger_plugin_factories = load_factories  # type: ignore[attr-defined]
 
 
 SEAMS = (
@@ -176,6 +195,15 @@ SEAMS = (
         why="hands a step's plans to the model state, which the model runner passes no scheduler output",
         goes_when="the model runner passes the scheduler output to its model state",
         upstream={"vllm.v1.worker.gpu_worker:Worker.execute_model": "782126ba48e7e116"},
+    ),
+    Seam(
+        name="metrics",
+        how="rebinds load_stat_logger_plugin_factories, calling it first",
+        why="the planner's counters appear in /metrics; an entry point of the plugin group would be loaded with "
+        "the gate off too",
+        goes_when="stat logger plugins can be registered at run time",
+        upstream={"vllm.v1.metrics.loggers:load_stat_logger_plugin_factories": "94a131a520982a69"},
+        bind=_rebind_stat_loggers,
     ),
 )
 

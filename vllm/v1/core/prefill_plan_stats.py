@@ -50,6 +50,11 @@ class PrefillPlanStats:
     def record_fallback(self, reason: Fallback) -> None:
         self.fallbacks[reason] += 1
 
+    def totals(self) -> dict[str, int]:
+        """The counts by name; a fallback's name is `fallbacks:` and its reason."""
+        counts = {"spans": self.spans, "states": self.states, "not_exported": self.states_without_page}
+        return counts | {f"fallbacks:{reason}": count for reason, count in self.fallbacks.items()}
+
     def log_plan(self, request_id: str, plan: BoundPlan) -> None:
         """Log one bound plan, as long as the configured number of them is not reached."""
         if self._plans_to_log > 0:

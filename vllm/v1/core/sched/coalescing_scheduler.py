@@ -8,16 +8,19 @@ request whose token count changed in between keeps stock's own checkpoint at mos
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import vllm.envs as envs
 from vllm.logger import init_logger
 from vllm.v1.core.coalescing_kv_cache_manager import CoalescingKVCacheManager, Pages
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.prefill_plan_stats import Fallback, PrefillPlanStats
 from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE, BoundPlan, Retention
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 
 logger = init_logger(__name__)
@@ -40,6 +43,10 @@ class CoalescingSchedulerMixin(Scheduler):
         self._span_ends: dict[str, int] = {}
         self._fallbacks: dict[str, Fallback] = {}
         grid = self.retention.grid
+        # Stock ends chunks on multiples of this configuration's block size, its smallest page, and takes it for
+        # the Mamba page. Where that is wider, chunks would end inside it and be published as its end.
+        self.cache_config = copy.copy(self.cache_config)
+        self.cache_config.block_size = grid.page
         logger.info(
             "KDA prefill coalescing: pages of %d tokens (lookup %d, scheduler %d, attention block %d), "
             "policy %s, retention interval %s",
@@ -68,6 +75,11 @@ class CoalescingSchedulerMixin(Scheduler):
             request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
         )
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+        inside_page = start % self.retention.grid.page
+        if inside_page and start < max(request.num_prompt_tokens, request.num_tokens - 1):
+            # A prefill that resumes inside a page fills that page first. Stock runs on where it exports the
+            # prompt's tail, and then publishes the state it resumed from as the one at the page's end.
+            stock_tokens = min(stock_tokens, self.retention.grid.page - inside_page)
         if start >= request.num_prompt_tokens:
             return stock_tokens
         fallback = self._fallback(request, start, num_external_computed_tokens)
@@ -107,17 +119,26 @@ class CoalescingSchedulerMixin(Scheduler):
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         plans: dict[str, BoundPlan] = {}
+        granted_blocks: list[KVCacheBlock] = []
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             request = self.requests[request_id]
             if request.num_computed_tokens < max(request.num_prompt_tokens, request.num_tokens - 1):
-                plan = self._bind(request, num_tokens)
+                plan = self._bind(request, num_tokens, granted_blocks)
                 if plan is not None:
                     plans[request_id] = plan
+        # Only now, for two exports of one step cannot share a page. As soon as the step is in order behind
+        # whoever reads these pages, they are free to evict.
+        self._free_cow_retained_blocks(granted_blocks, self.sched_step_seq)
         setattr(scheduler_output, PLANS_ATTRIBUTE, plans)
         super()._update_after_schedule(scheduler_output)
 
-    def _bind(self, request: Request, num_tokens: int) -> BoundPlan | None:
-        """Bind the exports of one prefill span; publish its end state where that is worth keeping."""
+    def _bind(
+        self, request: Request, num_tokens: int, granted_blocks: list[KVCacheBlock]
+    ) -> BoundPlan | None:
+        """Bind the exports of one prefill span; publish its end state where that is worth keeping.
+
+        The pages that exports took are in use and added to `granted_blocks`, for the caller to free.
+        """
         manager = self.kv_cache_manager
         start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
         stock = manager.stock_checkpoint(request)
@@ -127,8 +148,7 @@ class CoalescingSchedulerMixin(Scheduler):
             wanted = self.retention.wanted(prompt, start, end, junction, exports)
             granted, blocks = manager.grant(request, wanted)
             exports |= granted
-            # As soon as the step is in order behind whoever reads these pages now, they are free to evict.
-            self._free_cow_retained_blocks(blocks, self.sched_step_seq)
+            granted_blocks += blocks
             end_state = self.retention.end_state(prompt, end, junction)
             if end_state is not None and end < prompt:
                 manager.retain_end_state(request, end_state)
@@ -141,7 +161,8 @@ class CoalescingSchedulerMixin(Scheduler):
             return None
         positions = tuple(sorted(exports))
         pages = {
-            group: tuple(exports[position][group] for position in positions) for group in exports[positions[0]]
+            group: tuple(exports[position][group] for position in positions)
+            for group in exports[positions[0]]
         }
         plan = BoundPlan(start, end, positions, pages)
         self.plan_stats.log_plan(request.request_id, plan)
@@ -150,6 +171,17 @@ class CoalescingSchedulerMixin(Scheduler):
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         self.kv_cache_manager.withdraw_unwritten(request)
         super()._preempt_request(request, timestamp, drop_stale_output)
+
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None:
+            # See vllm/v1/metrics/kda_prefill.py for why there.
+            stats.waiting_lora_adapters = {
+                **self.plan_stats.totals(),
+                "pages": self.kv_cache_manager.free_queue.num_second_class,
+            }
+        return stats
 
 
 class CoalescingScheduler(CoalescingSchedulerMixin, Scheduler):
