@@ -22,8 +22,8 @@ help:  ## Show the targets
 venv:  ## Make .venv with stock vLLM, this fork and the test tools
 	@python='$(PYTHON)'; \
 	if [ -z "$$python" ] || ! $(call usable,"$$python"); then \
-	  echo "error: $${python:-no Python found} $${python:+is not usable}: need Python 3.11, 3.12 or 3.13 with" \
-	    "venv and ensurepip (on Debian: python3-venv); or name one: make PYTHON=/path/to/python" >&2; exit 1; \
+	  echo "error: $${python:-python3} is not Python 3.11, 3.12 or 3.13 with venv and ensurepip (on Debian:" \
+	    "python3-venv); name one that is: make PYTHON=/path/to/python" >&2; exit 1; \
 	fi; \
 	"$$python" requirements/environment.py
 
