@@ -94,7 +94,7 @@ def site_packages(environment: Path) -> Path:
 
 
 def pip(environment: Path) -> tuple[str | Path, ...]:
-    return environment / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-input"
+    return environment / "bin" / "python", "-m", "pip", "install", "-qq", "--no-input"
 
 
 def run(*command: str | Path) -> None:
