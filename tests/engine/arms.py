@@ -23,15 +23,15 @@ class Arm:
     eager: bool = True
     mtp: int = 3
     policy: str = "ladder"
-    memory: float = 0.5
-    pages: int | None = None
     backend: str = "auto"
+    pages: int | None = None
+    label: str = ""
 
     @property
     def name(self) -> str:
         return (
             f"{'on' if self.gate else 'off'}-{'eager' if self.eager else 'graphs'}-mtp{self.mtp}-{self.policy}"
-            f"-{self.backend}" + (f"-{self.pages}pages" if self.pages else "")
+            f"-{self.backend}{f'-{self.pages}pages' if self.pages else ''}{self.label and '-' + self.label}"
         )
 
     def engine_arguments(self, model: Path) -> dict[str, Any]:
@@ -45,7 +45,9 @@ class Arm:
             "max_num_batched_tokens": 8192,
             "max_num_seqs": 32,
             "enable_prefix_caching": True,
-            "gpu_memory_utilization": self.memory,
+            # Several arms share the GPU, so none measures what is free.
+            "gpu_memory_utilization": 0.1,
+            "kv_cache_memory_bytes": 8 << 30,
             "enforce_eager": self.eager,
             "max_logprobs": 32,
         }
@@ -85,7 +87,7 @@ def run(arm: Arm, model: Path, steps: list[dict[str, Any]], folder: Path) -> dic
             env=arm.environment(),
             stdout=file,
             stderr=subprocess.STDOUT,
-            timeout=280,
+            timeout=400,
             check=False,
         ).returncode
     if code:

@@ -10,6 +10,7 @@ import zlib
 
 import torch
 from torch import nn
+
 from vllm.config import ModelConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
