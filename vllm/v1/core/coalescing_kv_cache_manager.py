@@ -117,13 +117,17 @@ class CoalescingKVCacheManager(KVCacheManager):
         return granted, blocks_in_use
 
     def retain_end_state(self, request: Request, state: WantedState) -> None:
-        """Publish the running state that a request's query leaves at its end, a whole number of pages.
+        """Publish the running state that a request's query leaves at its end, if its page holds just that.
 
-        Stock does so under dense retention, and under sparse retention for few boundaries only.
+        Stock does so under dense retention, and under sparse retention for few boundaries only. A state inside a
+        page is overwritten there by the next query, and stock itself still publishes a page that is not counted
+        as cached yet.
         """
         for manager in self.mamba_managers:
-            blocks = manager.req_to_blocks[request.request_id]
-            block = blocks[state.position // manager.block_size - 1]
+            pages, rest = divmod(state.position, manager.block_size)
+            if rest or manager.num_cached_block.get(request.request_id, 0) < pages:
+                continue
+            block = manager.req_to_blocks[request.request_id][pages - 1]
             if not block.is_null and block.block_hash is None:
                 self._publish(request, manager, block, state)
 

@@ -85,7 +85,8 @@ class CoalescingSchedulerMixin(Scheduler):
         fallback = self._fallback(request, start, num_external_computed_tokens)
         end = start + stock_tokens
         if fallback is None:
-            end = self._span_end(request, start, start + num_new_tokens)
+            # Stock's own end counts where a page is wider than a chunk may be: it advances inside the page.
+            end = max(end, self._span_end(request, start + num_new_tokens))
             if end > start + stock_tokens and not self.kv_cache_manager.has_room(
                 request, start, end, self.num_lookahead_tokens
             ):
@@ -96,15 +97,9 @@ class CoalescingSchedulerMixin(Scheduler):
         self._span_ends[request.request_id] = end
         return end - start
 
-    def _span_end(self, request: Request, start: int, end: int) -> int:
-        """Where a query that starts on the page grid ends: with the prompt, or on the page grid."""
-        if end >= request.num_prompt_tokens:
-            return end
-        for unit in (self.retention.grid.page, self.cache_config.block_size):
-            if end // unit * unit > start:
-                return end // unit * unit
-        # Pages wider than a chunk may be: stock advances inside the page.
-        return start
+    def _span_end(self, request: Request, end: int) -> int:
+        """Where a query that could run to `end` ends: with the prompt, or on the page grid."""
+        return end if end >= request.num_prompt_tokens else end - end % self.retention.grid.page
 
     def _fallback(self, request: Request, start: int, num_external_tokens: int) -> Fallback | None:
         if request.num_output_tokens:
@@ -132,9 +127,7 @@ class CoalescingSchedulerMixin(Scheduler):
         setattr(scheduler_output, PLANS_ATTRIBUTE, plans)
         super()._update_after_schedule(scheduler_output)
 
-    def _bind(
-        self, request: Request, num_tokens: int, granted_blocks: list[KVCacheBlock]
-    ) -> BoundPlan | None:
+    def _bind(self, request: Request, num_tokens: int, granted_blocks: list[KVCacheBlock]) -> BoundPlan | None:
         """Bind the exports of one prefill span; publish its end state where that is worth keeping.
 
         The pages that exports took are in use and added to `granted_blocks`, for the caller to free.
@@ -160,10 +153,7 @@ class CoalescingSchedulerMixin(Scheduler):
         if not exports:
             return None
         positions = tuple(sorted(exports))
-        pages = {
-            group: tuple(exports[position][group] for position in positions)
-            for group in exports[positions[0]]
-        }
+        pages = {group: tuple(exports[position][group] for position in positions) for group in exports[positions[0]]}
         plan = BoundPlan(start, end, positions, pages)
         self.plan_stats.log_plan(request.request_id, plan)
         return plan
@@ -171,7 +161,6 @@ class CoalescingSchedulerMixin(Scheduler):
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         self.kv_cache_manager.withdraw_unwritten(request)
         super()._preempt_request(request, timestamp, drop_stale_output)
-
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats = super().make_stats(*args, **kwargs)
