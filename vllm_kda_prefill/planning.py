@@ -22,6 +22,7 @@ import vllm_kda_prefill.planning_platform  # noqa: F401  # isort: skip
 
 import torch
 from torch import nn
+
 from vllm.config import (
     CacheConfig,
     ModelConfig,
@@ -30,7 +31,6 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
-from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.plugins.kda_prefill_coalescing import settings
@@ -127,7 +127,10 @@ class Layout:
     model: Path | None = None
 
     def vllm_config(self, asynchronous: bool = False) -> VllmConfig:
-        """A configuration that the real scheduler takes."""
+        """A configuration that the real scheduler takes; the same object for equal layouts."""
+        return _vllm_config(self, asynchronous)
+
+    def _make_vllm_config(self, asynchronous: bool) -> VllmConfig:
         prepare()
         with tempfile.TemporaryDirectory() as folder:
             if self.model is None:
@@ -138,9 +141,7 @@ class Layout:
                 dtype="bfloat16",
                 max_model_len=self.max_model_len,
             )
-            parallel_config = ParallelConfig(
-                tensor_parallel_size=self.dcp, decode_context_parallel_size=self.dcp
-            )
+            parallel_config = ParallelConfig(tensor_parallel_size=self.dcp, decode_context_parallel_size=self.dcp)
             speculative_config = self.mtp and SpeculativeConfig(
                 method="mtp",
                 num_speculative_tokens=self.mtp,
@@ -196,6 +197,11 @@ class Layout:
             kv_cache_groups=groups,
             prefix_cache_retention_interval=self.retention_interval,
         )
+
+
+@cache
+def _vllm_config(layout: Layout, asynchronous: bool) -> VllmConfig:
+    return layout._make_vllm_config(asynchronous)
 
 
 @dataclass

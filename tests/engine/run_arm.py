@@ -24,8 +24,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 def _answer(output: Any, seconds: float) -> dict[str, Any]:
     completion = output.outputs[0]
     logprobs = [
-        {str(token): entry.logprob for token, entry in position.items()}
-        for position in completion.logprobs or []
+        {str(token): entry.logprob for token, entry in position.items()} for position in completion.logprobs or []
     ]
     return {
         "tokens": list(completion.token_ids),
@@ -42,9 +41,7 @@ def _generate(llm: Any, step: dict[str, Any]) -> list[dict[str, Any]]:
         temperature=0.0, max_tokens=step["max_tokens"], logprobs=step.get("logprobs"), ignore_eos=True
     )
     begin = time.perf_counter()
-    outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in step["generate"]], params, use_tqdm=False
-    )
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in step["generate"]], params, use_tqdm=False)
     seconds = time.perf_counter() - begin
     return [_answer(output, seconds) for output in outputs]
 
@@ -82,9 +79,7 @@ def main() -> None:
     stats = getattr(core.scheduler, "plan_stats", None)
     summary = {
         "start_seconds": started,
-        "block_sizes": [
-            m.block_size for m in core.scheduler.kv_cache_manager.coordinator.single_type_managers
-        ],
+        "block_sizes": [m.block_size for m in core.scheduler.kv_cache_manager.coordinator.single_type_managers],
         "num_pages": core.scheduler.kv_cache_config.num_blocks,
         "spans": stats.spans if stats else None,
         "states": stats.states if stats else None,

@@ -80,11 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(folder: Path) -> dict[tuple[str, bool], Any]:
     """Every arm, a few at a time on the one GPU."""
     model = write_config(folder / "glm")
-    jobs = {
-        (mode, gate): (Arm(gate, **options), STEPS)
-        for mode, options in MODES.items()
-        for gate in (False, True)
-    }
+    jobs = {(mode, gate): (Arm(gate, **options), STEPS) for mode, options in MODES.items() for gate in (False, True)}
     jobs["fault", True] = (Arm(True, label="fault"), FAULT)
     with ThreadPoolExecutor(3) as pool:
         futures = {key: pool.submit(run, arm, model, steps, folder) for key, (arm, steps) in jobs.items()}

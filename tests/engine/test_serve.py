@@ -103,9 +103,7 @@ def workload(seed: int) -> list[list[int]]:
     return prompts
 
 
-async def ask(
-    client: httpx.AsyncClient, tokens: list[int], salt: str | None, max_tokens: int
-) -> dict[str, Any]:
+async def ask(client: httpx.AsyncClient, tokens: list[int], salt: str | None, max_tokens: int) -> dict[str, Any]:
     """One completion; a salt of its own keeps it from hitting anything."""
     body: dict[str, Any] = {
         "model": "glm",

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins.kda_prefill_coalescing import config_check
-
 from vllm_kda_prefill.planning import Layout
 from vllm_kda_prefill.planning_platform import PlanningPlatform
 
@@ -14,7 +14,9 @@ from vllm_kda_prefill.planning_platform import PlanningPlatform
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
     monkeypatch.setattr(
-        PlanningPlatform, "get_device_capability", classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
+        PlanningPlatform,
+        "get_device_capability",
+        classmethod(lambda cls, device_id=0: DeviceCapability(9, 0)),
     )
 
 
@@ -42,9 +44,7 @@ def config(plain):
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=True, mamba_cache_mode="align"),
         scheduler_config=SimpleNamespace(scheduler_cls=None, max_num_batched_tokens=8192),
-        speculative_config=SimpleNamespace(
-            num_speculative_tokens=3, num_speculative_tokens_per_batch_size=None
-        ),
+        speculative_config=SimpleNamespace(num_speculative_tokens=3, num_speculative_tokens_per_batch_size=None),
         lora_config=None,
         additional_config={},
         use_v2_model_runner=True,
@@ -64,9 +64,7 @@ def test_an_engine_that_can_coalesce_gets_scheduler_and_worker(config):
 
 def set_capability(value):
     def change(config, monkeypatch):
-        monkeypatch.setattr(
-            PlanningPlatform, "get_device_capability", classmethod(lambda cls, device_id=0: value)
-        )
+        monkeypatch.setattr(PlanningPlatform, "get_device_capability", classmethod(lambda cls, device_id=0: value))
 
     return change
 
@@ -143,9 +141,7 @@ def test_the_draft_model_and_a_configuration_without_a_model_are_let_through(con
     ("tensor", "drafts", "budget", "warned"),
     [(4, 3, 8192, False), (4, 0, 8192, False), (1, 3, 8192, True), (4, 2, 8192, True), (4, 3, 4096, True)],
 )
-def test_a_setting_outside_the_qualified_set_runs_with_one_warning(
-    config, monkeypatch, tensor, drafts, budget, warned
-):
+def test_a_setting_outside_the_qualified_set_runs_with_one_warning(config, monkeypatch, tensor, drafts, budget, warned):
     warnings = []
     monkeypatch.setattr(config_check.logger, "warning_once", lambda *args: warnings.append(args))
     config.parallel_config.tensor_parallel_size = tensor

@@ -102,7 +102,7 @@ def test_the_gate_file_imports_nothing_but_the_standard_library():
 
 def test_gate_on_binds_every_seam_once():
     code = (
-        textwrap.dedent(ENGINE_CONFIG.split("from vllm.config")[0])
+        textwrap.dedent(ENGINE_CONFIG.split("from vllm.config", maxsplit=1)[0])
         + textwrap.dedent("""
     from vllm.plugins.kda_prefill_coalescing import register
     register()

@@ -1,6 +1,7 @@
 """The seam table: complete rows, and a refusal of any vLLM it was not written against."""
 
 import pytest
+
 from vllm.plugins.kda_prefill_coalescing import seams
 
 

@@ -1,6 +1,7 @@
 """A setting that no engine can use is refused with its name, its value and what to set."""
 
 import pytest
+
 from vllm.plugins.kda_prefill_coalescing import settings, split_layout
 
 

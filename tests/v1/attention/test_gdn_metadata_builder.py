@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
+
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.gdn_checkpoint import CheckpointedGDNMetadataBuilder, GroupRows
 from vllm.v1.core.recurrent_prefill_checkpoint import BoundPlan
 from vllm.v1.worker.prefill_plan_rows import PlanMismatchError, bind_rows
-
 from vllm_kda_prefill.planning import Layout
 
 PAGES = 1000
@@ -23,9 +23,7 @@ def builders(request):
     config.cache_config.hash_block_size = config.cache_config.cache_hit_alignment_tokens = 512
     groups = layout.kv_cache_config().kv_cache_groups
     return [
-        CheckpointedGDNMetadataBuilder(
-            groups[i].kv_cache_spec, groups[i].layer_names, config, torch.device("cpu")
-        )
+        CheckpointedGDNMetadataBuilder(groups[i].kv_cache_spec, groups[i].layer_names, config, torch.device("cpu"))
         for i in (1, 2)
     ]
 
@@ -114,9 +112,7 @@ def test_prefill_among_decodes_keeps_a_row_for_every_request_of_the_prefill_kern
 
 @pytest.mark.parametrize("builders", [3], indirect=True)
 def test_prefill_among_draft_verify_rows(builders):
-    batch = Batch(
-        ("v", 700, 4, 3), ("short", 1024, 1024, -1), ("w", 90, 4, 3), ("long", 0, 8192, -1), ("x", 33, 4, 3)
-    )
+    batch = Batch(("v", 700, 4, 3), ("short", 1024, 1024, -1), ("w", 90, 4, 3), ("long", 0, 8192, -1), ("x", 33, 4, 3))
     batch.bind(builders, {"long": LONG, "short": SHORT})
     metadata = batch.build(builders[0])
     check(

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from prometheus_client import REGISTRY
+
 from vllm.v1.metrics.kda_prefill import KDAPrefillStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
-
 from vllm_kda_prefill.planning import Engine, Layout
 
 

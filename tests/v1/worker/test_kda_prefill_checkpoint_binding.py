@@ -5,6 +5,7 @@ import pickle
 import msgspec
 import numpy as np
 import pytest
+
 from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE, BoundPlan
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.prefill_plan_rows import PlanMismatchError, bind_rows, plans_of

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
@@ -45,9 +46,7 @@ class CoalescedLinearAttention(Glm5NextLinearAttention):
     kda_prefill: KDAPrefill
 
     @classmethod
-    def adopt(
-        cls, layer: Glm5NextLinearAttention, backend: str, vllm_config: VllmConfig
-    ) -> CoalescedLinearAttention:
+    def adopt(cls, layer: Glm5NextLinearAttention, backend: str, vllm_config: VllmConfig) -> CoalescedLinearAttention:
         """Turn one of stock's layers into this class, in place.
 
         Raises:
@@ -59,7 +58,7 @@ class CoalescedLinearAttention(Glm5NextLinearAttention):
             backend,
             capability=(capability.major, capability.minor) if capability is not None else None,
             head_dim=layer.head_dim,
-            dtype=vllm_config.model_config.dtype,
+            dtype=cast(torch.dtype, vllm_config.model_config.dtype),
             lower_bound=layer.kda_lower_bound,
             max_num_tokens=scheduler_config.max_num_batched_tokens,
             max_num_seqs=scheduler_config.max_num_seqs,
@@ -102,10 +101,13 @@ class CoalescedLinearAttention(Glm5NextLinearAttention):
         if checkpoint is None:
             return super()._flashkda_prefill(q, k, v, g, beta, initial_state, cu_seqlens, out)
         assert isinstance(checkpoint, PlannedCheckpointMetadata)
-        assert raw_qkv is not None and conv_state is not None and recurrent_state is not None
+        assert raw_qkv is not None
+        assert conv_state is not None
+        assert recurrent_state is not None
         metadata = self._metadata()
         state_indices, has_initial_state = metadata.non_spec_state_indices_tensor, metadata.has_initial_state
-        assert state_indices is not None and has_initial_state is not None
+        assert state_indices is not None
+        assert has_initial_state is not None
         *workspace, workspace_out = current_workspace_manager().get_simultaneous(*self._workspace_specs())
         if out is None:
             out = workspace_out[:, : q.shape[1]]

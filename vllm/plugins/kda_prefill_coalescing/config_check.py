@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.plugins.kda_prefill_coalescing import GATE
@@ -27,35 +28,44 @@ KERNEL_CAPABILITIES = (9, 10, 12)
 
 def unmet_conditions(vllm_config: VllmConfig) -> Iterator[str]:
     """Name each condition that `vllm_config` does not meet, with the way to meet it."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    if model.architecture not in MODELS:
-        yield f"the model is {model.architecture}, not GLM-5.3-Flash ({' or '.join(MODELS)}): serve it with {GATE}=0"
-    if model.dtype != torch.bfloat16:
-        yield f"the dtype is {model.dtype}: pass --dtype bfloat16"
-    if not vllm_config.cache_config.enable_prefix_caching:
-        yield "prefix caching is off: pass --enable-prefix-caching"
-    elif vllm_config.cache_config.mamba_cache_mode not in ("align", "none"):
-        yield f"the Mamba cache mode is {vllm_config.cache_config.mamba_cache_mode}: pass --mamba-cache-mode align"
-    if not vllm_config.use_v2_model_runner:
-        yield "model runner V1 is in use: set VLLM_USE_V2_MODEL_RUNNER=1"
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    speculative = vllm_config.speculative_config
+    scheduler_cls = vllm_config.scheduler_config.scheduler_cls
+    conditions = (
+        (
+            model.architecture in MODELS,
+            f"the model is {model.architecture}, not GLM-5.3-Flash ({' or '.join(MODELS)}): serve it with {GATE}=0",
+        ),
+        (model.dtype == torch.bfloat16, f"the dtype is {model.dtype}: pass --dtype bfloat16"),
+        (cache.enable_prefix_caching, "prefix caching is off: pass --enable-prefix-caching"),
+        (
+            not cache.enable_prefix_caching or cache.mamba_cache_mode in ("align", "none"),
+            f"the Mamba cache mode is {cache.mamba_cache_mode}: pass --mamba-cache-mode align",
+        ),
+        (vllm_config.use_v2_model_runner, "model runner V1 is in use: set VLLM_USE_V2_MODEL_RUNNER=1"),
+        (not parallel.enable_expert_parallel, "expert parallelism is on: leave out --enable-expert-parallel"),
+        (vllm_config.lora_config is None, "LoRA is on: leave out --enable-lora"),
+        (not model.enable_sleep_mode, "sleep mode is on: leave out --enable-sleep-mode"),
+        (
+            speculative is None or not speculative.num_speculative_tokens_per_batch_size,
+            "speculation is dynamic: leave num_speculative_tokens_per_batch_size out of --speculative-config",
+        ),
+        (
+            scheduler_cls in (None, SCHEDULER),
+            f"the scheduler is {scheduler_cls}: leave out --scheduler-cls",
+        ),
+        (
+            parallel.worker_cls in (*STOCK_WORKERS, WORKER),
+            f"the worker is {parallel.worker_cls}: leave out --worker-cls",
+        ),
+    )
+    yield from (message for met, message in conditions if not met)
     for name in ("pipeline", "data", "prefill_context"):
         size = getattr(parallel, f"{name}_parallel_size")
         if size > 1:
-            yield f"{name.replace('_', ' ')} parallel size is {size}: pass --{name.replace('_', '-')}-parallel-size 1"
-    if parallel.enable_expert_parallel:
-        yield "expert parallelism is on: leave out --enable-expert-parallel"
-    if vllm_config.lora_config is not None:
-        yield "LoRA is on: leave out --enable-lora"
-    if model.enable_sleep_mode:
-        yield "sleep mode is on: leave out --enable-sleep-mode"
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.num_speculative_tokens_per_batch_size:
-        yield "speculation is dynamic: leave num_speculative_tokens_per_batch_size out of --speculative-config"
+            words, flag = name.replace("_", " "), name.replace("_", "-")
+            yield f"{words} parallel size is {size}: pass --{flag}-parallel-size 1"
     yield from _unmet_by_kernel(vllm_config)
-    if vllm_config.scheduler_config.scheduler_cls not in (None, SCHEDULER):
-        yield f"the scheduler is {vllm_config.scheduler_config.scheduler_cls}: leave out --scheduler-cls"
-    if parallel.worker_cls not in (*STOCK_WORKERS, WORKER):
-        yield f"the worker is {parallel.worker_cls}: leave out --worker-cls"
 
 
 def _unmet_by_kernel(vllm_config: VllmConfig) -> Iterator[str]:

@@ -229,19 +229,15 @@ def source_digest(target: str) -> str:
         if not found:
             return "missing"
         scope = found[0]
-    assert isinstance(scope, DEFINITIONS) and scope.end_lineno is not None
+    assert isinstance(scope, DEFINITIONS)
+    assert scope.end_lineno is not None
     first = min([scope.lineno, *(decorator.lineno for decorator in scope.decorator_list)])
     return hashlib.sha256("".join(lines[first - 1 : scope.end_lineno]).encode()).hexdigest()[:16]
 
 
 def changed_sources() -> list[str]:
     """Upstream sources that differ from what the seams were written against, as `module:qualified name`."""
-    return [
-        target
-        for seam in SEAMS
-        for target, digest in seam.upstream.items()
-        if source_digest(target) != digest
-    ]
+    return [target for seam in SEAMS for target, digest in seam.upstream.items() if source_digest(target) != digest]
 
 
 def check_upstream() -> None:
@@ -253,7 +249,8 @@ def check_upstream() -> None:
     installed = version("vllm").partition("+")[0]
     if installed != VLLM_VERSION:
         raise RuntimeError(
-            f"this fork needs vLLM {VLLM_VERSION}, found {installed}: install vllm=={VLLM_VERSION}, or unset {VARIABLES}"
+            f"this fork needs vLLM {VLLM_VERSION}, found {installed}: install vllm=={VLLM_VERSION}, "
+            f"or unset {VARIABLES}"
         )
     changed = changed_sources()
     if changed:

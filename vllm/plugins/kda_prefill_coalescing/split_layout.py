@@ -89,9 +89,7 @@ def apply(vllm_config: VllmConfig) -> bool:
         raise ValueError(f"--block-size {cache.block_size} contradicts {TARGET}={target}: leave one out")
     cache.block_size, cache.mamba_block_size = target, mamba
     cache.mamba_page_size_padded = None
-    logger.info_once(
-        "GLM-5.3-Flash split layout: attention pages of %d tokens, recurrent of %d", target, mamba
-    )
+    logger.info_once("GLM-5.3-Flash split layout: attention pages of %d tokens, recurrent of %d", target, mamba)
     return True
 
 

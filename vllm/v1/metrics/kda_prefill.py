@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from prometheus_client import Counter, Gauge
+
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats

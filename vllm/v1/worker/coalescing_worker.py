@@ -15,7 +15,7 @@ class CoalescingWorker(Worker):
     """vLLM's GPU worker with the one thing its model runner does not hand to a model state: the plans."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        model_state = self.model_runner.model_state
+        model_state = self.model_runner.model_state  # type: ignore[attr-defined]  # the V2 runner's
         assert isinstance(model_state, CheckpointedMambaHybridModelState)
         model_state.set_plans(plans_of(scheduler_output))
         return super().execute_model(scheduler_output)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from vllm.v1.core.recurrent_prefill_checkpoint import MAX_CHECKPOINTS, PLANS_ATTRIBUTE, BoundPlan
 
 Int32Rows = npt.NDArray[np.int32]
@@ -118,6 +119,4 @@ def bind_rows(
 
 
 def _name(request_id: str, plan: BoundPlan) -> str:
-    return (
-        f"KDA prefill plan of request {request_id} for [{plan.start}, {plan.end}) at {list(plan.positions)}"
-    )
+    return f"KDA prefill plan of request {request_id} for [{plan.start}, {plan.end}) at {list(plan.positions)}"

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
+
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.checkpoint import (
     MambaPrefillCheckpointBuilder,
@@ -122,17 +124,14 @@ class PlannedCheckpointBuilder:
             return checkpoint
         slots = self.rows.slots[checkpoint.batch_rows]
         device = checkpoint.state_indices.device
-        return replace(
-            checkpoint, state_indices=async_tensor_h2d(slots, device=device), host_slots=slots.tolist()
-        )
+        return replace(checkpoint, state_indices=async_tensor_h2d(slots, device=device), host_slots=slots.tolist())
 
-    def _derived(
-        self, m: CommonAttentionMetadata, request_rows: list[int]
-    ) -> PlannedCheckpointMetadata | None:
+    def _derived(self, m: CommonAttentionMetadata, request_rows: list[int]) -> PlannedCheckpointMetadata | None:
         single = self.stock.build(m, request_rows)
         if single is None:
             return None
-        assert single.offsets is not None and single.query_lens is not None
+        assert single.offsets is not None
+        assert single.query_lens is not None
         return PlannedCheckpointMetadata(
             checkpoint_offsets=_widen(single.checkpoint_offsets),
             state_indices=_widen(single.state_indices),
@@ -153,7 +152,8 @@ class CheckpointedGDNMetadataBuilder(GDNAttentionMetadataBuilder):
         self, kv_cache_spec: MambaSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.checkpoint_builder = PlannedCheckpointBuilder(self.checkpoint_builder)
+        stock: Any = self.checkpoint_builder
+        self.checkpoint_builder = PlannedCheckpointBuilder(stock)
         # Stock shares one group's metadata with the next for its own class only, since a subclass may hold
         # more that differs by group. This one does not: `update_block_table` below puts in the group's pages.
         self.supports_update_block_table = vllm_config.use_v2_model_runner and device.type == "cuda"
