@@ -1,0 +1,55 @@
+"""What the GDN metadata tells a KDA layer, one row at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+from vllm.v1.attention.backends.gdn_checkpoint import PlannedCheckpointMetadata
+
+
+@dataclass(frozen=True)
+class KDARow:
+    """One row of a KDA layer: its place in the batch, and the pages that it reads and writes.
+
+    Attributes:
+        row: Row of the batch.
+        slots: Pages of its running state; one for each token of a verifying row, else a single one.
+        resumes: Whether there is a state to start from.
+        accepted: For a verifying row which of `slots` that is, counted from 1.
+        exports: Tokens after the row's start -> page.
+    """
+
+    row: int
+    slots: list[int]
+    resumes: bool
+    accepted: int | None
+    exports: dict[int, int]
+
+
+def kda_rows(num_requests: int, m: GDNAttentionMetadata) -> Iterator[KDARow]:
+    """The rows of the verifying kernel, then those of the prefill and decode kernels, as their metadata names
+    them."""
+    verifying = [False] * num_requests
+    if m.spec_sequence_masks_cpu is not None:
+        verifying = m.spec_sequence_masks_cpu.tolist()
+        assert m.spec_state_indices_tensor is not None
+        assert m.num_accepted_tokens is not None
+        accepted = m.num_accepted_tokens.tolist()
+        for i, row in enumerate(row for row, verifies in enumerate(verifying) if verifies):
+            yield KDARow(row, m.spec_state_indices_tensor[i].tolist(), True, accepted[i], {})
+    others = [row for row, verifies in enumerate(verifying) if not verifies]
+    if not others:
+        return
+    assert m.non_spec_state_indices_tensor is not None
+    slots = m.non_spec_state_indices_tensor.tolist()
+    resumes = m.has_initial_state.tolist() if m.has_initial_state is not None else [True] * len(others)
+    exports: list[dict[int, int]] = [{} for _ in others]
+    if m.checkpoint is not None:
+        assert isinstance(m.checkpoint, PlannedCheckpointMetadata)
+        offsets, pages = m.checkpoint.checkpoint_offsets.tolist(), m.checkpoint.state_indices.tolist()
+        pairs = [zip(*row, strict=True) for row in zip(offsets, pages, strict=True)]
+        exports = [{offset: page for offset, page in row if offset and page} for row in pairs]
+    for i, row in enumerate(others):
+        yield KDARow(row, slots[i : i + 1], resumes[i], None, exports[i])

@@ -1,0 +1,56 @@
+"""Where output tokens and draft tokens come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Sampler(Protocol):
+    """Chooses tokens. Both answers may depend on nothing but the arguments, or a replay would differ."""
+
+    def token(self, request_id: str, position: int, logits: Tensor) -> int:
+        """The token at absolute `position` of a request, given its logits `[vocabulary]`."""
+        ...
+
+    def drafts(self, request_id: str, position: int, count: int) -> list[int]:
+        """`count` guesses at the tokens from `position` on."""
+        ...
+
+
+class Greedy:
+    """The most likely token; guesses are always token 0."""
+
+    def token(self, request_id: str, position: int, logits: Tensor) -> int:
+        return int(logits.argmax())
+
+    def drafts(self, request_id: str, position: int, count: int) -> list[int]:
+        return [0] * count
+
+
+class Scripted:
+    """Tokens known in advance, so that a test decides how many drafts are accepted.
+
+    Args:
+        scripts: Request id -> all its tokens, prompt included.
+        accepted: How many of the drafts from a position on are right, given request id and position.
+    """
+
+    def __init__(self, scripts: dict[str, Sequence[int]], accepted: Callable[[str, int], int]) -> None:
+        self.scripts = scripts
+        self.accepted = accepted
+
+    def token(self, request_id: str, position: int, logits: Tensor) -> int:
+        return self._at(request_id, position)
+
+    def drafts(self, request_id: str, position: int, count: int) -> list[int]:
+        right = self.accepted(request_id, position)
+        tokens = [self._at(request_id, position + i) for i in range(count)]
+        return [token if i < right else token ^ 1 for i, token in enumerate(tokens)]
+
+    def _at(self, request_id: str, position: int) -> int:
+        """A request whose last steps are in flight runs past its end: token 0."""
+        script = self.scripts[request_id]
+        return script[position] if position < len(script) else 0

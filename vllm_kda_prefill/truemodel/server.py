@@ -1,0 +1,91 @@
+"""A whole engine on the CPU: vLLM's scheduler and KV cache manager, and the true model's worker."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm_kda_prefill.planning import Engine, Layout
+from vllm_kda_prefill.truemodel.model import TrueModel
+from vllm_kda_prefill.truemodel.sampler import Sampler
+from vllm_kda_prefill.truemodel.worker import StepResult, TrueWorker
+
+Observer = Callable[[SchedulerOutput], None]
+
+
+class Server:
+    """Serves requests step by step.
+
+    Attributes:
+        engine: The scheduler's side.
+        worker: The model's side.
+        logits: `(request id, position)` -> logits `[vocabulary]` of every token sampled so far.
+        in_flight: Scheduled steps that the worker has not run yet, oldest first.
+    """
+
+    def __init__(
+        self, engine: Engine, layout: Layout, model: TrueModel, sampler: Sampler, checks_reads: bool = False
+    ) -> None:
+        scheduler = engine.scheduler
+        managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+        config = scheduler.vllm_config
+        # The engine core resolves both when it makes the KV cache.
+        config.cache_config.hash_block_size = scheduler.hash_block_size
+        config.cache_config.cache_hit_alignment_tokens = next(
+            m.cache_hit_alignment_tokens for m in managers if isinstance(m, MambaManager)
+        )
+        attention_block = next(m.block_size for m in managers if not isinstance(m, MambaManager))
+        self.engine = engine
+        self.worker = TrueWorker(
+            config, layout.kv_cache_config(), attention_block, model, sampler, checks_reads=checks_reads
+        )
+        self.logits: dict[tuple[str, int], Tensor] = {}
+        self.in_flight: deque[SchedulerOutput] = deque()
+        self._asynchronous = config.scheduler_config.async_scheduling
+
+    def step(self) -> SchedulerOutput:
+        """Schedule a step, run it, and report its tokens."""
+        output = self.schedule()
+        self.run_oldest()
+        return output
+
+    def schedule(self) -> SchedulerOutput:
+        """Schedule a step without running it."""
+        output = self.engine.scheduler.schedule()
+        self.in_flight.append(output)
+        return output
+
+    def run_oldest(self) -> SchedulerOutput:
+        """Run the oldest scheduled step and report its tokens."""
+        output = self.in_flight.popleft()
+        result = self.worker.execute(output)
+        self.logits |= result.logits
+        self._report(output, result)
+        return output
+
+    def _report(self, output: SchedulerOutput, result: StepResult) -> None:
+        scheduler = self.engine.scheduler
+        request_ids = list(result.sampled)
+        scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=request_ids,
+                req_id_to_index={request_id: index for index, request_id in enumerate(request_ids)},
+                sampled_token_ids=list(result.sampled.values()),
+            ),
+        )
+        # An asynchronous scheduler counts drafts, and leaves the tokens to the worker.
+        if result.drafts and self.worker.num_spec and not self._asynchronous:
+            scheduler.update_draft_token_ids(DraftTokenIds(list(result.drafts), list(result.drafts.values())))
+
+    def run(self, observe: Observer | None = None) -> None:
+        """Step until nothing is left to do, one step at a time."""
+        while self.engine.scheduler.has_requests():
+            output = self.step()
+            if observe is not None:
+                observe(output)

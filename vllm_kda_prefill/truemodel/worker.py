@@ -1,0 +1,318 @@
+"""A CPU worker that serves the true model from scheduler outputs alone, as vLLM's runner does on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.config import VllmConfig
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+from vllm.v1.attention.backends.gdn_checkpoint import CheckpointedGDNMetadataBuilder, GroupRows
+from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.worker.prefill_plan_rows import CheckpointRows, bind_rows, plans_of
+from vllm_kda_prefill.truemodel.batch import Batch
+from vllm_kda_prefill.truemodel.fingerprints import EMPTY, Fingerprints, extend, spoiled
+from vllm_kda_prefill.truemodel.kda import CHUNK, WINDOW, KDAInputs, KDALayer
+from vllm_kda_prefill.truemodel.kda_rows import KDARow, kda_rows
+from vllm_kda_prefill.truemodel.migration import Migration
+from vllm_kda_prefill.truemodel.model import TrueModel
+from vllm_kda_prefill.truemodel.pages import Pages
+from vllm_kda_prefill.truemodel.requests import WorkerRequest
+from vllm_kda_prefill.truemodel.sampler import Sampler
+
+
+class WrongContentError(AssertionError):
+    """A request is about to compute from a page that holds something else than its own prefix."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step returns to the engine.
+
+    Attributes:
+        sampled: Request id -> sampled tokens, none for a prompt that is not finished; in packed order.
+        drafts: Request id -> guesses for the next step, sampling requests only.
+        logits: `(request id, position)` -> logits `[vocabulary]` of the token sampled for that position.
+    """
+
+    sampled: dict[str, list[int]]
+    drafts: dict[str, list[int]]
+    logits: dict[tuple[str, int], Tensor]
+
+
+class TrueWorker:
+    """Executes scheduler outputs in order.
+
+    Attributes:
+        pages: The KV cache.
+        requests: Requests with pages, by id.
+        checks_reads: Raise as soon as a request reads a page that does not hold its own prefix.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        attention_block: int,
+        model: TrueModel,
+        sampler: Sampler,
+        checks_reads: bool = False,
+    ) -> None:
+        """Build metadata builders and an empty KV cache.
+
+        Args:
+            vllm_config: As the scheduler's, its hash block size and hit alignment resolved.
+            kv_cache_config: One attention group, and a Mamba group for each KDA layer of the model.
+            attention_block: Tokens of an attention page over all context-parallel ranks.
+            model: The model.
+            sampler: Where output and draft tokens come from.
+            checks_reads: See the class.
+        """
+        specs = dict(enumerate(group.kv_cache_spec for group in kv_cache_config.kv_cache_groups))
+        mamba = {group: spec for group, spec in specs.items() if isinstance(spec, MambaSpec)}
+        (self.attention_group,) = specs.keys() - mamba.keys()
+        self.mamba_groups = dict(zip(mamba, model.kda, strict=True))
+        self.builders = {
+            group: CheckpointedGDNMetadataBuilder(
+                spec, kv_cache_config.kv_cache_groups[group].layer_names, vllm_config, torch.device("cpu")
+            )
+            for group, spec in mamba.items()
+        }
+        self.num_spec = vllm_config.num_speculative_tokens
+        self.pages = Pages(kv_cache_config.num_blocks, attention_block, self.num_spec, model.sizes)
+        self.migration = Migration(self.pages, mamba, next(iter(mamba.values())).block_size)
+        self.model = model
+        self.sampler = sampler
+        self.checks_reads = checks_reads
+        self.requests: dict[str, WorkerRequest] = {}
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """Run one step.
+
+        Raises:
+            PlanMismatchError: A plan does not fit the batch.
+            WrongContentError: With `checks_reads`, a page read by a request holds something else.
+        """
+        self._update_requests(output)
+        # The order of vLLM's runner: recycled pages are zeroed, then copies made, then the forward pass runs.
+        self.pages.clear(output.new_block_ids_to_zero or [])
+        for copy in output.kv_cache_block_copies or []:
+            self.pages.copy(copy.src_block_id, copy.dst_block_id)
+        if not output.num_scheduled_tokens:
+            return StepResult({}, {}, {})
+        batch = Batch.of(output, self.requests, self.num_spec)
+        rows = self._bind(output, batch)
+        for request, count in zip(batch.requests, batch.scheduled.tolist(), strict=True):
+            self.migration.before(request, count)
+        metadata = {group: self._metadata(batch, group) for group in self.builders}
+        self._check_destinations(batch, rows, metadata)
+        return self._sample(batch, self._forward(batch, metadata))
+
+    # Requests.
+
+    def _update_requests(self, output: SchedulerOutput) -> None:
+        for request_id in output.finished_req_ids | (output.preempted_req_ids or set()):
+            self.requests.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            assert new.prefill_token_ids is not None
+            self.requests[new.req_id] = WorkerRequest(
+                request_id=new.req_id,
+                tokens=list(new.prefill_token_ids),
+                computed=new.num_computed_tokens,
+                announced=new.num_computed_tokens,
+                tables=[list(pages) for pages in new.block_ids],
+                state_column=(new.num_computed_tokens - 1) // self.migration.page_tokens,
+            )
+        cached = output.scheduled_cached_reqs
+        rows = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
+        for request_id, announced, pages in rows:
+            request = self.requests[request_id]
+            request.announced = announced
+            if pages is not None:
+                request.append_pages(pages)
+
+    # Metadata.
+
+    def _bind(self, output: SchedulerOutput, batch: Batch) -> CheckpointRows | None:
+        """Bind the step's plans to the builders; stock's scheduler has none, and stock's rule applies."""
+        if not hasattr(output, PLANS_ATTRIBUTE):
+            for builder in self.builders.values():
+                builder.bind(None)
+            return None
+        rows = bind_rows(
+            plans_of(output),
+            request_ids=batch.request_ids,
+            num_computed_tokens=batch.announced,
+            num_scheduled_tokens=batch.scheduled,
+            query_start_loc=batch.query_start_loc,
+            group_ids=self.builders.keys(),
+            num_pages=len(self.pages),
+        )
+        for group, builder in self.builders.items():
+            builder.bind(GroupRows.of(rows, group))
+        return rows
+
+    def _metadata(self, batch: Batch, group: int) -> GDNAttentionMetadata:
+        return self.builders[group].build(
+            0,
+            batch.metadata(group),
+            num_accepted_tokens=batch.accepted(),
+            num_decode_draft_tokens_cpu=batch.draft_counts(),
+        )
+
+    def _check_destinations(
+        self, batch: Batch, rows: CheckpointRows | None, metadata: dict[int, GDNAttentionMetadata]
+    ) -> None:
+        """No planned export may hit a page that the batch uses: kernels read and write in any order."""
+        if rows is None:
+            return
+        used = {page for r in batch.requests for page in r.tables[self.attention_group]}
+        for m in metadata.values():
+            used |= {slot for row in kda_rows(len(batch.requests), m) for slot in row.slots}
+        clash = used & {int(slot) for slots in rows.slots.values() for slot in slots.flat} - {0}
+        assert not clash, f"exports go to pages {sorted(clash)}, which the same step reads or writes"
+
+    # The forward pass.
+
+    def _forward(self, batch: Batch, metadata: dict[int, GDNAttentionMetadata]) -> list[Tensor]:
+        """Hidden rows `[tokens, width]` of each row after the KDA layers, which attention has cached."""
+        tokens = [r.inputs(count) for r, count in zip(batch.requests, batch.scheduled.tolist(), strict=True)]
+        hidden = [self.model.embedding[torch.tensor(row)] for row in tokens]
+        prefixes: dict[int, Fingerprints] = {}
+        for group, layer in self.mamba_groups.items():
+            for row in kda_rows(len(batch.requests), metadata[group]):
+                x = self.model.norm(hidden[row.row])
+                out, chain = self._run_kda(group, layer, row, x, tokens[row.row])
+                self._check_chain(batch.requests[row.row], group, tokens[row.row], chain)
+                hidden[row.row] = hidden[row.row] + out
+                known = prefixes.setdefault(row.row, chain)
+                if not np.array_equal(known, chain):
+                    prefixes[row.row] = np.array([spoiled(*pair) for pair in zip(known, chain, strict=True)])
+        for row_index, (request, x) in enumerate(zip(batch.requests, hidden, strict=True)):
+            self._write_attention(request, x, prefixes[row_index])
+        return hidden
+
+    def _run_kda(
+        self, group: int, layer: KDALayer, row: KDARow, x: Tensor, tokens: list[int]
+    ) -> tuple[Tensor, Fingerprints]:
+        """One row of one layer: its output `[T, width]` and the prefix each token's state stands for."""
+        pages, first = self.pages, row.slots[0]
+        offset = (row.accepted or 1) - 1
+        if row.resumes:
+            source = row.slots[offset]
+            state, prefix = pages.states[source].clone(), int(pages.state_shadow[source])
+            window = pages.windows[first, offset : offset + WINDOW].clone()
+            before = pages.window_shadow[first, offset : offset + WINDOW].copy()
+            if before[-1] != prefix:
+                prefix = spoiled(prefix, int(before[-1]))
+        else:
+            state, prefix = layer.initial_state(), EMPTY
+            window = torch.zeros(WINDOW, layer.sizes.channels, dtype=torch.float64)
+            before = np.full(WINDOW, EMPTY, np.int64)
+        raw = layer.raw(x)
+        inputs = layer.inputs(x, raw, window)
+        chain = extend(prefix, tokens)
+        history, ends = torch.cat([window, raw]), np.concatenate([before, chain])
+        if row.accepted is not None:
+            out = self._verify(group, layer, row, inputs, state, chain)
+            # The window keeps every draft's row: the next query starts after as many as are accepted.
+            pages.write_window(group, first, history[1:], ends[1:])
+            return layer.project(out), chain
+        out, states = layer.chunked(inputs, state)
+        for after, page in row.exports.items():
+            self._export(group, page, after, states[after // CHUNK], history, ends)
+        self._export(group, first, len(tokens), states[-1], history, ends)
+        return layer.project(out), chain
+
+    def _verify(
+        self, group: int, layer: KDALayer, row: KDARow, inputs: KDAInputs, state: Tensor, chain: Fingerprints
+    ) -> Tensor:
+        """Token by token, each token's state to its own page."""
+        outputs = []
+        for token, prefix in enumerate(chain.tolist()):
+            out, state = layer.step(inputs, token, state)
+            self.pages.write_state(group, row.slots[token], state, prefix)
+            outputs.append(out)
+        return torch.stack(outputs, 1)
+
+    def _export(self, group: int, page: int, after: int, state: Tensor, history: Tensor, ends: Fingerprints) -> None:
+        """Write the state after `after` tokens of a row, and the three raw rows before that point."""
+        self.pages.write_state(group, page, state, int(ends[WINDOW + after - 1]))
+        self.pages.write_window(group, page, history[after : after + WINDOW], ends[after : after + WINDOW])
+
+    def _write_attention(self, request: WorkerRequest, hidden: Tensor, chain: Fingerprints) -> None:
+        positions = torch.arange(request.computed, request.computed + len(hidden))
+        _, rows = self.model.attention.project(self.model.norm(hidden), positions)
+        pages, offsets = self._attention_slots(request, positions)
+        self.pages.write_rows(self.attention_group, pages, offsets, rows, chain)
+
+    def _attention_slots(self, request: WorkerRequest, positions: Tensor) -> tuple[Tensor, Tensor]:
+        table = torch.tensor(request.tables[self.attention_group])
+        return table[positions // self.pages.attention_block], positions % self.pages.attention_block
+
+    # Sampling.
+
+    def _sample(self, batch: Batch, hidden: list[Tensor]) -> StepResult:
+        result = StepResult({}, {}, {})
+        for request, x, drafts in zip(batch.requests, hidden, batch.drafts.tolist(), strict=True):
+            end = request.computed + len(x)
+            inputs = request.inputs(len(x))
+            self._check_context(request, end, inputs)
+            sampled: list[int] = []
+            if end - drafts >= request.prefill_len:
+                sampled = self._verified_tokens(request, x[-1 - drafts :], inputs[len(x) - drafts :], result)
+                request.append_tokens(sampled)
+                next_position = len(request.tokens)
+                request.drafts = self.sampler.drafts(request.request_id, next_position, self.num_spec)
+                result.drafts[request.request_id] = request.drafts
+                end -= drafts + 1 - len(sampled)
+            result.sampled[request.request_id] = sampled
+            request.computed = end
+            request.accepted = max(len(sampled), 1)
+            self.migration.after(request)
+        return result
+
+    def _verified_tokens(self, request: WorkerRequest, x: Tensor, drafts: list[int], result: StepResult) -> list[int]:
+        """Sample after the last known token and after each draft, until a draft is wrong."""
+        known = len(request.tokens)
+        positions = torch.arange(known - 1, known - 1 + len(x))
+        q, _ = self.model.attention.project(self.model.norm(x), positions)
+        pages, offsets = self._attention_slots(request, torch.arange(known - 1 + len(x)))
+        logits = self.model.logits(x + self.model.attention.attend(q, self.pages.rows[pages, offsets]))
+        sampled: list[int] = []
+        for i in range(len(x)):
+            position = known + i
+            token = self.sampler.token(request.request_id, position, logits[i])
+            result.logits[request.request_id, position] = logits[i]
+            sampled.append(token)
+            if i == len(drafts) or drafts[i] != token:
+                break
+        return sampled
+
+    # Checks.
+
+    def _check_chain(self, request: WorkerRequest, group: int, tokens: list[int], chain: Fingerprints) -> None:
+        if self.checks_reads:
+            expected = extend(int(request.prefixes[request.computed]), tokens)
+            if not np.array_equal(chain, expected):
+                raise WrongContentError(
+                    f"request {request.request_id} resumes at {request.computed} in KV cache group {group} "
+                    "from a page that holds another state"
+                )
+
+    def _check_context(self, request: WorkerRequest, end: int, tokens: list[int]) -> None:
+        if self.checks_reads:
+            pages, offsets = self._attention_slots(request, torch.arange(end))
+            held = self.pages.row_shadow[pages.numpy(), offsets.numpy()]
+            chain = extend(int(request.prefixes[request.computed]), tokens)
+            expected = np.concatenate([request.prefixes[1 : request.computed + 1], chain])
+            wrong = np.flatnonzero(held != expected)
+            if len(wrong):
+                raise WrongContentError(
+                    f"request {request.request_id} attends to {len(wrong)} wrong rows, the first for token {wrong[0]}"
+                )
