@@ -1,5 +1,7 @@
 """The seam table: complete rows, and a refusal of any vLLM it was not written against."""
 
+from pathlib import Path
+
 import pytest
 
 from vllm.plugins.kda_prefill_coalescing import seams
@@ -43,3 +45,9 @@ def test_another_version_is_refused(monkeypatch):
     monkeypatch.setattr(seams, "version", lambda name: "0.34.1")
     with pytest.raises(RuntimeError, match=r"needs vLLM 0\.33\.0, found 0\.34\.1"):
         seams.check_upstream()
+
+
+def test_the_design_note_lists_the_table():
+    text = (Path(__file__).parents[2] / "docs/design.md").read_text()
+    for seam in seams.SEAMS:
+        assert f"| {seam.name} | {seam.how} |" in text
