@@ -16,8 +16,6 @@ cannot run pip has two other ways:
 This module is loaded at every interpreter start, so it imports nothing that Python has not loaded already.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 
@@ -43,8 +41,8 @@ class CheckoutFinder:
         return hash(self.checkout)
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+        self, fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
         """Return the spec of a module or regular package that the checkout adds, else None."""
         if not fullname.startswith("vllm."):
             return None

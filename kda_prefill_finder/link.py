@@ -23,9 +23,7 @@ def link(checkout: Path, site_dir: Path) -> None:
     pth_name, pth_text = pth_file(checkout)
     texts = {
         pth_name: pth_text,
-        f"{dist_info}/METADATA": (
-            f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
-        ),
+        f"{dist_info}/METADATA": (f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"),
         f"{dist_info}/entry_points.txt": "\n".join(
             line
             for section, targets in sections.items()

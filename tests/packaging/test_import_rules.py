@@ -89,9 +89,7 @@ INSTALL = "import kda_prefill_finder; kda_prefill_finder.install()\n"
 
 
 def test_modules_the_stock_package_lacks_come_from_the_checkout(stock: Path, checkout: Path) -> None:
-    code = (
-        "import vllm.core.added as m, vllm.core.new as p; print(m.origin, p.origin, m.__file__, *p.__path__)"
-    )
+    code = "import vllm.core.added as m, vllm.core.new as p; print(m.origin, p.origin, m.__file__, *p.__path__)"
     core = checkout / "vllm" / "core"
     assert run_python(INSTALL + code, stock, checkout) == f"fork fork {core}/added.py {core}/new"
 
@@ -132,7 +130,7 @@ def test_the_finder_is_asked_last_and_installed_once(checkout: Path) -> None:
 
 
 def test_starting_the_finder_imports_nothing_else(checkout: Path) -> None:
-    code = f"before = set(sys.modules)\n{INSTALL}print(*sorted(set(sys.modules) - before))"
+    code = f"sys.modules.pop('__future__', None)\nbefore = set(sys.modules)\n{INSTALL}print(*sorted(set(sys.modules) - before))"
     assert run_python(code, checkout) == "kda_prefill_finder"
 
 
