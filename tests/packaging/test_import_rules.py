@@ -130,7 +130,12 @@ def test_the_finder_is_asked_last_and_installed_once(checkout: Path) -> None:
 
 
 def test_starting_the_finder_imports_nothing_else(checkout: Path) -> None:
-    code = f"sys.modules.pop('__future__', None)\nbefore = set(sys.modules)\n{INSTALL}print(*sorted(set(sys.modules) - before))"
+    code = f"""
+    sys.modules.pop('__future__', None)
+    before = set(sys.modules)
+    {INSTALL.strip()}
+    print(*sorted(set(sys.modules) - before))
+    """
     assert run_python(code, checkout) == "kda_prefill_finder"
 
 
