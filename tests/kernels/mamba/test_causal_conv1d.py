@@ -49,8 +49,8 @@ def test_kda_checkpoint_history_excludes_speculative_cells(layout, scattered, de
         None if token_map is None else token_map.to(device),
     )
     expected = before.clone()
-    for row, (row_offsets, row_slots) in enumerate(zip(offsets, slots)):
-        for offset, slot in zip(row_offsets, row_slots):
+    for row, (row_offsets, row_slots) in enumerate(zip(offsets, slots, strict=True)):
+        for offset, slot in zip(row_offsets, row_slots, strict=True):
             for cell in range(KERNEL_WIDTH - 1) if slot else ():
                 token = starts[row] + offset - (KERNEL_WIDTH - 1) + cell
                 source = token if token_map is None else int(token_map[token])
@@ -76,6 +76,4 @@ def test_slots_outside_the_pool_are_never_written(device):
 def test_mismatched_width_is_refused():
     targets = CheckpointTargets.from_host([[16]], [[1]], [64], "cpu")
     with pytest.raises(ValueError, match="does not hold rows"):
-        export_conv_history(
-            torch.zeros(64, 8), torch.zeros(4, 9, 3), torch.tensor([0, 64]), targets, KERNEL_WIDTH - 1
-        )
+        export_conv_history(torch.zeros(64, 8), torch.zeros(4, 9, 3), torch.tensor([0, 64]), targets, KERNEL_WIDTH - 1)

@@ -42,9 +42,7 @@ class ReferenceLauncher(Launcher):
         slots = torch.zeros_like(offsets)
         slots[:, 0] = torch.arange(rows + 1, 2 * rows + 1) * (offsets[:, 0] > 0)
         lens = launch.cu_seqlens.diff().tolist()
-        ReferenceKDAPrefill().run(
-            inputs, CheckpointTargets(offsets, slots, offsets.tolist(), lens, slots.tolist())
-        )
+        ReferenceKDAPrefill().run(inputs, CheckpointTargets(offsets, slots, offsets.tolist(), lens, slots.tolist()))
         launch.final.copy_(states[1 : rows + 1])
         if launch.checkpoint is not None:
             launch.checkpoint.copy_(states[rows + 1 :])
@@ -264,4 +262,6 @@ def test_auto_and_triton_fall_back_to_the_stock_path():
     assert select_kda_prefill("triton", capability=(9, 0), **SELECT) is None
     assert select_kda_prefill("auto", capability=(8, 0), **SELECT) is None
     op = select_kda_prefill("reference", capability=None, **SELECT)
-    assert op is not None and op.max_checkpoints == 4 and op.alignment == 16
+    assert op is not None
+    assert op.max_checkpoints == 4
+    assert op.alignment == 16

@@ -72,9 +72,7 @@ def _row_size(pool: torch.Tensor) -> int:
     return pool[0].numel()
 
 
-def launch_gather(
-    pool: torch.Tensor, slots: torch.Tensor, present: torch.Tensor, out: torch.Tensor
-) -> None:
+def launch_gather(pool: torch.Tensor, slots: torch.Tensor, present: torch.Tensor, out: torch.Tensor) -> None:
     size = _row_size(pool)
     grid = (triton.cdiv(size, _BLOCK), slots.numel())
     _gather_kernel[grid](pool, slots, present.view(torch.uint8), out, pool.stride(0), pool.shape[0], size, _BLOCK)

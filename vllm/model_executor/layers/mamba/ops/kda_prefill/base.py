@@ -133,8 +133,7 @@ class KDAPrefill(ABC):
         self.validate(inputs, targets)
         if workspace is None:
             workspace = tuple(
-                torch.empty(shape, dtype=dtype, device=inputs.q.device)
-                for shape, dtype in self.workspace_specs()
+                torch.empty(shape, dtype=dtype, device=inputs.q.device) for shape, dtype in self.workspace_specs()
             )
         self._launch(inputs, targets, workspace)
 
@@ -167,17 +166,13 @@ def validate_inputs(inputs: KDAPrefillInputs) -> None:
     )
     _require(
         inputs.dt_bias.shape == (heads, HEAD_DIM) and inputs.dt_bias.dtype == torch.float32,
-        f"dt_bias is {inputs.dt_bias.dtype} {tuple(inputs.dt_bias.shape)}; expected float32 "
-        f"[{heads}, {HEAD_DIM}]",
+        f"dt_bias is {inputs.dt_bias.dtype} {tuple(inputs.dt_bias.shape)}; expected float32 [{heads}, {HEAD_DIM}]",
     )
-    _require(
-        -5.0 <= inputs.lower_bound < 0.0, f"lower_bound is {inputs.lower_bound}; expected a value in [-5, 0)"
-    )
+    _require(-5.0 <= inputs.lower_bound < 0.0, f"lower_bound is {inputs.lower_bound}; expected a value in [-5, 0)")
     pool = inputs.state_pool
     _require(
         pool.dtype == torch.float32 and pool.shape[1:] == (heads, HEAD_DIM, HEAD_DIM),
-        f"state_pool is {pool.dtype} {tuple(pool.shape)}; expected float32 "
-        f"[slots, {heads}, {HEAD_DIM}, {HEAD_DIM}]",
+        f"state_pool is {pool.dtype} {tuple(pool.shape)}; expected float32 [slots, {heads}, {HEAD_DIM}, {HEAD_DIM}]",
     )
     _require(
         pool.stride()[1:] == (HEAD_DIM * HEAD_DIM, HEAD_DIM, 1),
@@ -214,9 +209,7 @@ def validate_targets(targets: CheckpointTargets, num_rows: int, pool_slots: int,
     lengths = [_integer("query length", row, value) for row, value in enumerate(targets.query_lens)]
     for row, length in enumerate(lengths):
         _require(length >= 0, f"row {row}: query length {length} is negative")
-    _require(
-        sum(lengths) <= num_tokens, f"query lengths sum to {sum(lengths)}; the batch has {num_tokens} tokens"
-    )
+    _require(sum(lengths) <= num_tokens, f"query lengths sum to {sum(lengths)}; the batch has {num_tokens} tokens")
     running = set(targets.host_state_indices or ())
     owner: dict[int, int] = {}
     for row, offsets in enumerate(targets.host_offsets):
@@ -228,7 +221,7 @@ def validate_targets(targets: CheckpointTargets, num_rows: int, pool_slots: int,
             len(slots) == len(offsets),
             f"row {row}: {len(slots)} checkpoint slots for {len(offsets)} checkpoint offsets",
         )
-        for offset, value in zip(offsets, slots):
+        for offset, value in zip(offsets, slots, strict=True):
             slot = _integer("checkpoint slot", row, value)
             _require(
                 (offset != 0) == (slot != 0),
@@ -240,9 +233,7 @@ def validate_targets(targets: CheckpointTargets, num_rows: int, pool_slots: int,
                 0 < slot < pool_slots,
                 f"row {row}: checkpoint slot {slot} is outside the pool of {pool_slots} slots",
             )
-            _require(
-                slot not in owner, f"row {row}: checkpoint slot {slot} is already taken by row {owner.get(slot)}"
-            )
+            _require(slot not in owner, f"row {row}: checkpoint slot {slot} is already taken by row {owner.get(slot)}")
             _require(slot not in running, f"row {row}: checkpoint slot {slot} is a row's running state")
             owner[slot] = row
 
@@ -261,9 +252,7 @@ def _check_offsets(row: int, offsets: Sequence[int], length: int) -> None:
             0 < offset < length,
             f"row {row}: checkpoint offset {offset} is not inside the row of {length} tokens",
         )
-        _require(
-            offset % CHUNK == 0, f"row {row}: checkpoint offset {offset} is not a multiple of {CHUNK} tokens"
-        )
+        _require(offset % CHUNK == 0, f"row {row}: checkpoint offset {offset} is not a multiple of {CHUNK} tokens")
         _require(offset not in seen, f"row {row}: checkpoint offset {offset} is given twice")
         seen.add(offset)
 

@@ -27,9 +27,7 @@ def export_conv_history(
     Raises ``ValueError`` when the shapes cannot belong together.
     """
     if raw_qkv.ndim != 2 or conv_pool.ndim != 3 or conv_pool.shape[1] != raw_qkv.shape[1]:
-        raise ValueError(
-            f"conv_pool {tuple(conv_pool.shape)} does not hold rows of raw_qkv {tuple(raw_qkv.shape)}"
-        )
+        raise ValueError(f"conv_pool {tuple(conv_pool.shape)} does not hold rows of raw_qkv {tuple(raw_qkv.shape)}")
     if not 0 < state_len <= min(conv_pool.shape[2], CHUNK):
         raise ValueError(f"state_len {state_len} does not fit {conv_pool.shape[2]} cells and a chunk of {CHUNK}")
     if conv_pool.dtype != raw_qkv.dtype:
@@ -40,8 +38,8 @@ def export_conv_history(
         launch_conv_history(raw_qkv, conv_pool, cu_seqlens, targets, state_len, token_indices)
         return
     starts = cu_seqlens.tolist()
-    for row, (offsets, slots) in enumerate(zip(targets.offsets.tolist(), targets.slots.tolist())):
-        for offset, slot in zip(offsets, slots):
+    for row, (offsets, slots) in enumerate(zip(targets.offsets.tolist(), targets.slots.tolist(), strict=True)):
+        for offset, slot in zip(offsets, slots, strict=True):
             if offset < state_len or not 0 < slot < conv_pool.shape[0]:
                 continue
             end = starts[row] + offset

@@ -97,6 +97,9 @@ class NativeKDAPrefill(KDAPrefill):
 
     def validate(self, inputs: KDAPrefillInputs, targets: CheckpointTargets | None = None) -> None:
         super().validate(inputs, targets)
+        pool = inputs.state_pool
+        if pool.stride(0) % 4 or pool.data_ptr() % 16:
+            raise ValueError(f"state_pool's slots (stride {pool.stride(0)}) are not at 16-byte boundaries")
         chunks = max_chunks(inputs.q.shape[1], inputs.num_rows, targets is not None)
         if chunks > self._records:
             raise ValueError(

@@ -9,9 +9,7 @@ from .base import CheckpointTargets, KDAPrefill, KDAPrefillInputs, WorkspaceSpec
 L2_NORM_EPS = 1e-6
 
 
-def log_decay(
-    g: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float
-) -> torch.Tensor:
+def log_decay(g: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float) -> torch.Tensor:
     """Bounded log decay ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``, natural log.
 
     ``g`` is ``[..., H, 128]``; ``A_log`` ``[H]`` and ``dt_bias`` ``[H, 128]`` broadcast. The formula is
@@ -56,7 +54,7 @@ class ReferenceKDAPrefill(KDAPrefill):
         # Sources are read for every row before any slot is written: a slot may be both.
         initial = [
             pool[slot].to(self.dtype) if flag else torch.zeros_like(pool[0], dtype=self.dtype)
-            for slot, flag in zip(slots, resumed)
+            for slot, flag in zip(slots, resumed, strict=True)
         ]
         writes: list[tuple[int, torch.Tensor]] = []
         for row, state in enumerate(initial):
@@ -96,5 +94,5 @@ class ReferenceKDAPrefill(KDAPrefill):
 
 def _active(targets: CheckpointTargets, row: int) -> dict[int, int]:
     """Offset to slot of one row's active entries."""
-    pairs = zip(targets.offsets[row].tolist(), targets.slots[row].tolist())
+    pairs = zip(targets.offsets[row].tolist(), targets.slots[row].tolist(), strict=True)
     return {offset: slot for offset, slot in pairs if offset > 0 and slot > 0}

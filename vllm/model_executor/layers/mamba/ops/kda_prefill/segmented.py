@@ -1,9 +1,11 @@
 """KDA prefill with four checkpoints over a kernel that returns one checkpoint and the final state.
 
 A row with checkpoints ``o1 < o2 < o3 < o4`` is cut at ``o2`` and ``o4``: the first launch exports ``o1`` and
-ends at ``o2``, the second exports ``o3`` and ends at ``o4``, the last runs to the row's end. The cut is exact:
-a launch carries its state out and in as fp32, and chunks never straddle a cut because offsets are whole
-chunks.
+ends at ``o2``, the second exports ``o3`` and ends at ``o4``, the last runs to the row's end. Chunks never
+straddle a cut, because offsets are whole chunks; what a cut costs in precision is how the kernel rounds the
+state it hands out. FlashKDA hands out bf16 values and goes on with a finer state itself, so behind a cut the
+output can differ from one launch in the last bf16 bit wherever the gates let the old state live on. It is
+the difference that ending the query there would make.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ class Segment:
 def plan_segments(offsets: Sequence[Sequence[int]], query_lens: Sequence[int]) -> list[list[Segment]]:
     """Split every row into segments; launch ``i`` runs the ``i``-th segment of each row that has one."""
     launches: list[list[Segment]] = []
-    for row, (row_offsets, length) in enumerate(zip(offsets, query_lens)):
+    for row, (row_offsets, length) in enumerate(zip(offsets, query_lens, strict=True)):
         active = sorted((offset, entry) for entry, offset in enumerate(row_offsets) if offset)
         begin = number = 0
         while begin < length or number == 0:
@@ -159,15 +161,11 @@ def _run_segments(
     for length in targets.query_lens:
         starts.append(starts[-1] + length)
     device = inputs.q.device
-    # The null slot stands behind entry -1 of the flattened slot table.
-    slot_table = torch.cat(
-        [targets.slots.flatten(), inputs.state_indices, targets.slots.new_zeros(1)]
-    )
-    tables = _upload(
-        [_launch_tables(segments, inputs.num_rows) for segments in launches], device
-    )
+    tables = _upload([_launch_tables(segments, inputs.num_rows) for segments in launches], device)
+    # The null slot stands behind the tables for segments that export nothing inside.
+    slot_table = torch.cat([targets.slots.flatten(), inputs.state_indices, targets.slots.new_zeros(1)])
     source, target, checkpoint = buffers
-    for number, (segments, table) in enumerate(zip(launches, tables)):
+    for number, (segments, table) in enumerate(zip(launches, tables, strict=True)):
         count = len(segments)
         if number:
             # Only rows with a further segment continue, in row order, so their states are picked out.

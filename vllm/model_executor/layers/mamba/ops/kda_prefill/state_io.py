@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def gather_states(
-    pool: torch.Tensor, slots: torch.Tensor, present: torch.Tensor, out: torch.Tensor
-) -> None:
+def gather_states(pool: torch.Tensor, slots: torch.Tensor, present: torch.Tensor, out: torch.Tensor) -> None:
     """Fill ``out[i]`` with ``pool[slots[i]]`` where ``present[i]``, else with zeros.
 
     ``pool`` is ``[slots, ...]`` with contiguous slots, ``slots`` int32 ``[n]``, ``present`` bool ``[n]``,
@@ -18,7 +16,7 @@ def gather_states(
 
         launch_gather(pool, slots, present, out)
         return
-    for row, (slot, flag) in enumerate(zip(slots.tolist(), present.tolist())):
+    for row, (slot, flag) in enumerate(zip(slots.tolist(), present.tolist(), strict=True)):
         if flag and 0 <= slot < pool.shape[0]:
             out[row].copy_(pool[slot])
         else:

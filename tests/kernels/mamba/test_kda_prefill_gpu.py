@@ -1,0 +1,309 @@
+"""KDA prefill providers on a GPU, against the token-by-token reference in fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from vllm.model_executor.layers.mamba.ops.kda_prefill import KDAPrefillInputs, select_kda_prefill
+from vllm.model_executor.layers.mamba.ops.kda_prefill.base import KDAPrefill
+from vllm.model_executor.layers.mamba.ops.kda_prefill.reference import ReferenceKDAPrefill
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+HEADS = 4
+PROVIDERS = ["flashkda", "native"]
+HARD_CASES = {
+    "gaussian": {},
+    "gate at the lower bound": {"gate": (30.0, 1.0)},
+    "gate at zero": {"gate": (-30.0, 1.0)},
+    "mixed gates": {"gate": (0.0, 20.0)},
+    "beta near 0": {"beta": (-8.0, 1.0)},
+    "beta near 1": {"beta": (8.0, 1.0)},
+    "beta near 1, no decay": {"beta": (8.0, 1.0), "gate": (-30.0, 1.0)},
+    "tiny norms": {"norm": 1e-4},
+    "huge norms": {"norm": 1e4, "value_scale": 1e4},
+}
+
+
+def build(name: str, tokens: int = 8192, rows: int = 16, heads: int = HEADS) -> KDAPrefill:
+    op = select_kda_prefill(
+        name,
+        capability=torch.cuda.get_device_capability(),
+        head_dim=128,
+        dtype=torch.bfloat16,
+        lower_bound=-5.0,
+        max_num_tokens=tokens,
+        max_num_seqs=rows,
+        num_heads=heads,
+    )
+    assert op is not None
+    return op
+
+
+@pytest.fixture(params=PROVIDERS)
+def provider(request) -> str:
+    if request.param == "flashkda":
+        request.getfixturevalue("flashkda")
+    return request.param
+
+
+def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    value, exact = value.double(), exact.double()
+    return float((value - exact).norm() / exact.norm().clamp_min(1e-300))
+
+
+def errors(op: KDAPrefill, batch, exact) -> tuple[float, float]:
+    """Relative errors of the output and of the worst state of ``batch`` after ``op`` ran on a copy."""
+    inputs = dataclasses.replace(
+        batch.inputs, state_pool=batch.pool_before.clone(), out=torch.full_like(batch.out, float("nan"))
+    )
+    op.run(inputs, batch.targets)
+    assert torch.equal(inputs.state_pool[0], batch.pool_before[0])
+    assert torch.equal(inputs.state_pool[-1], batch.pool_before[-1])
+    states = [
+        relative_error(inputs.state_pool[i], exact.state_pool[i]) for i in range(1, batch.pool_before.shape[0] - 1)
+    ]
+    return relative_error(inputs.out, exact.out), max(states)
+
+
+def reference(batch) -> KDAPrefillInputs:
+    """Inputs whose output (fp64 rounded to bf16) and pool hold the exact results."""
+    inputs = dataclasses.replace(batch.inputs, state_pool=batch.pool_before.clone(), out=torch.empty_like(batch.out))
+    ReferenceKDAPrefill().run(inputs, batch.targets)
+    return inputs
+
+
+SHAPES = [
+    ([16], None),
+    ([1], None),
+    ([17, 3], None),
+    ([64, 65, 63], [[16], [16, 32, 48, 64], []]),
+    ([200, 1, 77], [[16, 32, 112, 192], [], [64]]),
+    ([512], [[144, 160, 336, 480]]),
+    ([1024], [[128, 512, 768, 896]]),
+    ([100, 300, 5, 64, 16, 130, 1, 90], [[96], [16, 112, 208, 288], [], [48], [], [128, 64], [], [16]]),
+    ([2048], [[1024, 1536, 1792, 1920]]),
+]
+
+
+@pytest.mark.parametrize("lens,offsets", SHAPES)
+@pytest.mark.parametrize("resumed", [True, False])
+def test_output_and_every_state_match_the_reference(provider, batch_factory, lens, offsets, resumed):
+    batch = batch_factory(lens, offsets, heads=HEADS, device="cuda", resumed=resumed)
+    out, state = errors(build(provider), batch, reference(batch))
+    assert out < 1e-2
+    assert state < 1e-2
+
+
+def test_native_takes_checkpoints_at_every_chunk(batch_factory):
+    op = build("native")
+    for first in range(16, 128, 64):
+        batch = batch_factory([144], [[first, first + 16, first + 32, first + 48][:4]], heads=HEADS, device="cuda")
+        out, state = errors(op, batch, reference(batch))
+        assert out < 1e-2
+        assert state < 1e-2
+
+
+def test_65536_tokens(batch_factory):
+    batch = batch_factory([65536], [[16384, 32768, 49152, 65520]], heads=1, device="cuda", gate=(-6.0, 2.0))
+    op = build("native", tokens=65536, rows=1, heads=1)
+    out, state = errors(op, batch, reference(batch))
+    assert out < 1e-2
+    assert state < 1e-2
+
+
+@pytest.mark.parametrize("case", HARD_CASES)
+def test_native_error_is_no_larger_than_flashkda(flashkda, batch_factory, case):
+    batch = batch_factory([1000], [[256, 512, 768, 896]], heads=HEADS, device="cuda", seed=3, **HARD_CASES[case])
+    exact = reference(batch)
+    theirs = errors(build("flashkda"), batch, exact)
+    ours = errors(build("native"), batch, exact)
+    print(f"{case}: native {ours}, flashkda {theirs}")
+    # Outputs are bf16, so both carry the same last rounding; 2 % covers its luck.
+    assert ours[0] <= 1.02 * theirs[0]
+    assert ours[1] <= 1.02 * theirs[1]
+
+
+def _whole_and_cut(name, batch_factory, lens, offsets, **kwargs):
+    op = build(name)
+    cut = batch_factory(lens, offsets, heads=HEADS, device="cuda", **kwargs)
+    op.run(cut.inputs, cut.targets)
+    whole = batch_factory(lens, heads=HEADS, device="cuda", **kwargs)
+    op.run(whole.inputs)
+    return whole, cut
+
+
+@pytest.mark.parametrize("lens,offsets", [shape for shape in SHAPES if shape[1]])
+def test_segmented_output_is_bit_identical_to_one_launch(flashkda, batch_factory, lens, offsets):
+    whole, cut = _whole_and_cut("flashkda", batch_factory, lens, offsets)
+    assert torch.equal(cut.out, whole.out)
+
+
+@pytest.mark.parametrize("gate", [-3.0, -30.0])
+def test_segmented_output_with_long_memory_differs_only_behind_the_first_cut(flashkda, batch_factory, gate):
+    """FlashKDA hands states out as bf16 and goes on with finer ones, so a cut costs it a rounding."""
+    lens, offsets = [1024], [[144, 160, 336, 480]]
+    whole, cut = _whole_and_cut("flashkda", batch_factory, lens, offsets, gate=(gate, 1.0))
+    assert torch.equal(cut.out[:, :160], whole.out[:, :160])
+    for state in cut.pool[1:6]:
+        assert torch.equal(state, state.bfloat16().float())
+    exact = reference(cut)
+    assert relative_error(cut.out, exact.out) < 1.05 * relative_error(whole.out, exact.out)
+    assert relative_error(cut.pool[1], exact.state_pool[1]) < 1e-2
+
+
+@pytest.mark.parametrize("gate", [0.0, -30.0])
+def test_native_checkpoints_at_whole_steps_change_no_bit(batch_factory, gate):
+    lens, offsets = [1000, 300], [[64, 512, 576, 960], [128]]
+    whole, cut = _whole_and_cut("native", batch_factory, lens, offsets, gate=(gate, 1.0))
+    assert torch.equal(cut.out, whole.out)
+    assert torch.equal(cut.pool[1:3], whole.pool[1:3])
+
+
+@pytest.mark.parametrize("gate", [0.0, -30.0])
+def test_native_resumes_from_an_exported_state_without_a_trace(batch_factory, gate):
+    """A prefix-cache hit on an exported state continues with the bits of the run that exported it."""
+    op = build("native")
+    batch = batch_factory([700], [[192, 448]], heads=HEADS, device="cuda", gate=(gate, 1.0))
+    op.run(batch.inputs, batch.targets)
+    x = batch.inputs
+    for slot, position in ((2, 192), (3, 448)):
+        rest = slice(position, None)
+        resumed = dataclasses.replace(
+            x,
+            q=x.q[:, rest],
+            k=x.k[:, rest],
+            v=x.v[:, rest],
+            g=x.g[:, rest],
+            beta=x.beta[:, rest],
+            out=torch.empty_like(x.out[:, rest]),
+            cu_seqlens=torch.tensor([0, 700 - position], dtype=torch.int32, device="cuda"),
+            state_indices=torch.tensor([slot], dtype=torch.int32, device="cuda"),
+            has_initial_state=torch.tensor([True], device="cuda"),
+        )
+        op.run(resumed)
+        assert torch.equal(resumed.out, batch.out[:, rest])
+        assert torch.equal(batch.pool[slot], batch.pool[1])
+
+
+def test_strided_activations_are_read_in_place(batch_factory):
+    batch = batch_factory([300], [[64, 128]], heads=HEADS, device="cuda")
+    x = batch.inputs
+    fused = torch.cat([x.q.flatten(2), x.k.flatten(2), x.v.flatten(2)], -1)
+    q, k, v = (part.unflatten(-1, (HEADS, 128)) for part in fused.chunk(3, -1))
+    assert not q.is_contiguous()
+    op = build("native")
+    op.run(batch.inputs, batch.targets)
+    strided = dataclasses.replace(x, q=q, k=k, v=v, state_pool=batch.pool_before.clone(), out=torch.empty_like(x.out))
+    op.run(strided, batch.targets)
+    assert torch.equal(strided.out, batch.out)
+    assert torch.equal(strided.state_pool, batch.pool)
+
+
+def test_slots_past_two_to_the_31_elements(provider, batch_factory):
+    """The last slot starts more than 2^31 elements (8 GiB) into the pool."""
+    batch = batch_factory([96], [[32, 64]], heads=1, device="cuda")
+    exact = reference(batch)
+    page = 2**31 // 5 // 64 * 64 + 64
+    storage = torch.zeros(7, page, device="cuda")
+    pool = storage[:, : 128 * 128].view(7, 1, 128, 128)
+    pool[:5] = batch.pool_before
+    pool[6] = batch.pool_before[1]
+    slots = torch.tensor([[6 - 1, 2, 0, 0]], dtype=torch.int32, device="cuda")
+    targets = dataclasses.replace(batch.targets, slots=slots, host_slots=[[5, 2]])
+    inputs = dataclasses.replace(
+        batch.inputs,
+        state_pool=pool,
+        state_indices=torch.tensor([6], dtype=torch.int32, device="cuda"),
+        out=torch.empty_like(batch.out),
+    )
+    build(provider, heads=1).run(inputs, targets)
+    assert relative_error(inputs.out, exact.out) < 1e-2
+    for slot, source in ((6, 1), (5, 2), (2, 3)):
+        assert relative_error(pool[slot], exact.state_pool[source]) < 1e-2
+    pool[[2, 5, 6]] = 0
+    storage[:5, : 128 * 128][[0, 1, 3, 4]] = 0
+    assert not storage.any()
+
+
+def test_device_never_writes_outside_the_pool(provider, batch_factory):
+    """Slots the host could not see (no host copy) at or below 0 or past the pool are skipped."""
+    batch = batch_factory([96], [[16, 32, 48, 64]], heads=HEADS, device="cuda")
+    guarded = torch.zeros(12, HEADS, 128, 128, device="cuda")
+    pool = guarded[4:8]
+    pool.copy_(batch.pool_before[:4])
+    slots = torch.tensor([[-1, 4, 0, 3]], dtype=torch.int32, device="cuda")
+    targets = dataclasses.replace(batch.targets, slots=slots, host_slots=None)
+    inputs = dataclasses.replace(batch.inputs, state_pool=pool)
+    build(provider).run(inputs, targets)
+    assert not guarded[:4].any()
+    assert not guarded[8:].any()
+    assert torch.equal(pool[0], batch.pool_before[0])
+    exact = reference(batch)
+    assert relative_error(pool[3], exact.state_pool[5]) < 1e-2
+
+
+def test_bad_metadata_leaves_the_pool_bit_identical(provider, batch_factory):
+    batch = batch_factory([96], [[16, 32]], heads=HEADS, device="cuda")
+    op = build(provider)
+    for offsets, slots in (([[16, 96]], [[2, 3]]), ([[16, 40]], [[2, 3]]), ([[16, 32]], [[2, 2]])):
+        bad = dataclasses.replace(batch.targets, host_offsets=offsets, host_slots=slots)
+        with pytest.raises(ValueError, match="row 0"):
+            op.run(batch.inputs, bad)
+    torch.cuda.synchronize()
+    assert torch.equal(batch.pool, batch.pool_before)
+    assert batch.out.isnan().all()
+
+
+def test_native_replays_in_a_graph_with_other_lengths_offsets_and_slots(batch_factory):
+    op = build("native")
+    captured = batch_factory([300, 84], [[64, 128, 256], [16]], heads=HEADS, device="cuda")
+    workspace = tuple(torch.empty(s, dtype=d, device="cuda") for s, d in op.workspace_specs())
+    op.run(captured.inputs, captured.targets, workspace)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        op.run(captured.inputs, captured.targets, workspace)
+
+    live = batch_factory([150, 234], [[32], [16, 96, 224]], heads=HEADS, device="cuda", seed=7)
+    for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "has_initial_state"):
+        getattr(captured.inputs, name).copy_(getattr(live.inputs, name))
+    captured.targets.offsets.copy_(live.targets.offsets)
+    captured.targets.slots.copy_(live.targets.slots)
+    captured.pool.copy_(live.pool_before)
+    graph.replay()
+    op.run(live.inputs, live.targets, workspace)
+    assert torch.equal(captured.out, live.out)
+    assert torch.equal(captured.pool, live.pool)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 4])
+def test_every_recurrence_width_agrees(batch_factory, tiles):
+    from vllm.model_executor.layers.mamba.ops.kda_prefill.native import NativeKDAPrefill
+
+    batch = batch_factory([300, 70], [[48, 128], [16]], heads=HEADS, device="cuda")
+    build("native").run(batch.inputs, batch.targets)
+    other = dataclasses.replace(batch.inputs, state_pool=batch.pool_before.clone(), out=torch.empty_like(batch.out))
+    op = NativeKDAPrefill(num_heads=HEADS, max_num_tokens=512, max_num_seqs=4, value_tiles=tiles)
+    op.run(other, batch.targets)
+    # One tile sums in two chains, so its last bits differ.
+    assert relative_error(other.out, batch.out) < 4e-3
+    assert relative_error(other.state_pool, batch.pool) < 2e-3
+
+
+def test_heads_in_turns_give_the_same_bits(batch_factory):
+    """Many rows exceed the workspace of full width, so heads run in several launches."""
+    lens = [5] * 40
+    batch = batch_factory(lens, heads=8, device="cuda")
+    narrow, wide = build("native", tokens=200, rows=40, heads=8), build("native", tokens=8192, rows=40, heads=8)
+    narrow.run(batch.inputs)
+    other = dataclasses.replace(batch.inputs, state_pool=batch.pool_before.clone(), out=torch.empty_like(batch.out))
+    wide.run(other)
+    assert torch.equal(batch.out, other.out)
+    assert torch.equal(batch.pool, other.state_pool)
