@@ -72,28 +72,64 @@ class Arm:
         }
 
 
-def run(arm: Arm, model: Path, steps: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """Run an arm's steps; logs stay in `folder`.
+class ArmProcess:
+    """A running arm that takes a step at a time."""
 
-    Raises:
-        RuntimeError: The arm failed; the message ends with its log's last lines.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    job, out, log = (folder / f"{arm.name}.{suffix}" for suffix in ("job.json", "out.json", "log"))
-    job.write_text(json.dumps({"engine": arm.engine_arguments(model), "steps": steps}))
-    with log.open("w") as file:
-        code = subprocess.run(
-            [sys.executable, str(RUN_ARM), str(job), str(out)],
+    def __init__(self, arm: Arm, model: Path, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.name = arm.name
+        self._log = folder / f"{arm.name}.log"
+        engine = folder / f"{arm.name}.json"
+        engine.write_text(json.dumps(arm.engine_arguments(model)))
+        read, write = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, str(RUN_ARM), str(engine), str(write)],
             env=arm.environment(),
-            stdout=file,
+            stdin=subprocess.PIPE,
+            stdout=self._log.open("w"),
             stderr=subprocess.STDOUT,
-            timeout=400,
-            check=False,
-        ).returncode
-    if code:
-        tail = "\n".join(log.read_text().splitlines()[-40:])
-        raise RuntimeError(f"arm {arm.name} exited with {code}:\n{tail}")
-    return json.loads(out.read_text())
+            pass_fds=(write,),
+            text=True,
+        )
+        os.close(write)
+        self._answers = os.fdopen(read)
+
+    def step(self, step: dict[str, Any]) -> Any:
+        """Run one step and return its answer.
+
+        Raises:
+            RuntimeError: The arm ended; the message holds its log's last lines.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(step) + "\n")
+            self._process.stdin.flush()
+            answer = self._answers.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            code = self._process.wait(timeout=60)
+            tail = "\n".join(self._log.read_text().splitlines()[-40:])
+            raise RuntimeError(f"arm {self.name} exited with {code}:\n{tail}")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """Let the arm end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+def run(arm: Arm, model: Path, steps: list[dict[str, Any]], folder: Path) -> list[Any]:
+    """Run all steps on an arm of its own; its log stays in `folder`."""
+    process = ArmProcess(arm, model, folder)
+    try:
+        return [process.step(step) for step in steps]
+    finally:
+        process.close()
 
 
 def prompt(length: int, seed: int) -> list[int]:

@@ -1,10 +1,12 @@
-"""Run one arm of an engine comparison in a process of its own and write what it answered.
+"""One arm of an engine comparison, in a process of its own.
 
-Usage: run_arm.py JOB.json OUT.json. The job names engine arguments and steps; a step is one of
+Usage: run_arm.py ENGINE.json RESULT_FD. Takes one JSON step a line on stdin and answers each with one JSON line on
+the file descriptor. A step is one of
 
 - `{"generate": [[token, ...], ...], "max_tokens": n, "logprobs": k}`: prompts sent at once
 - `{"reset": true}`: empty the prefix cache
 - `{"zero_state": position}`: zero every page that holds a state of `position` tokens (a planted fault)
+- `{"summary": true}`: what the engine is and what its planner counted
 
 The engine core runs in this process, so that a step can reach its pages.
 """
@@ -23,13 +25,11 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 def _answer(output: Any, seconds: float) -> dict[str, Any]:
     completion = output.outputs[0]
-    logprobs = [
-        {str(token): entry.logprob for token, entry in position.items()} for position in completion.logprobs or []
-    ]
+    positions = completion.logprobs or []
     return {
         "tokens": list(completion.token_ids),
         "cached": output.num_cached_tokens,
-        "logprobs": logprobs,
+        "logprobs": [{str(token): entry.logprob for token, entry in position.items()} for position in positions],
         "seconds": seconds,
     }
 
@@ -40,19 +40,18 @@ def _generate(llm: Any, step: dict[str, Any]) -> list[dict[str, Any]]:
     params = SamplingParams(
         temperature=0.0, max_tokens=step["max_tokens"], logprobs=step.get("logprobs"), ignore_eos=True
     )
+    prompts = [{"prompt_token_ids": prompt} for prompt in step["generate"]]
     begin = time.perf_counter()
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in step["generate"]], params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - begin
     return [_answer(output, seconds) for output in outputs]
 
 
-def _zero_state(llm: Any, position: int) -> int:
-    core = llm.llm_engine.engine_core.engine_core
+def _zero_state(core: Any, position: int) -> int:
     pool = core.scheduler.kv_cache_manager.block_pool
     pages = [block.block_id for block in pool.blocks if block.block_hash_num_tokens == position]
     runner = core.model_executor.driver_worker.worker.model_runner
-    layers = runner.vllm_config.compilation_config.static_forward_context
-    for layer in layers.values():
+    for layer in runner.vllm_config.compilation_config.static_forward_context.values():
         states = getattr(layer, "kv_cache", None)
         if isinstance(states, tuple):
             for state in states:
@@ -60,32 +59,37 @@ def _zero_state(llm: Any, position: int) -> int:
     return len(pages)
 
 
+def _summary(core: Any) -> dict[str, Any]:
+    scheduler = core.scheduler
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    stats = getattr(scheduler, "plan_stats", None)
+    return {
+        "block_sizes": [manager.block_size for manager in managers],
+        "num_pages": scheduler.kv_cache_config.num_blocks,
+        "counts": stats.totals() if stats else None,
+    }
+
+
 def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text())
+    engine = json.loads(Path(sys.argv[1]).read_text())
     from vllm import LLM
 
-    begin = time.perf_counter()
-    llm = LLM(**job["engine"])
-    results: list[Any] = []
-    started = time.perf_counter() - begin
-    for step in job["steps"]:
-        if "generate" in step:
-            results.append(_generate(llm, step))
-        elif "reset" in step:
-            results.append(llm.reset_prefix_cache())
-        else:
-            results.append(_zero_state(llm, step["zero_state"]))
+    llm = LLM(**engine)
     core = llm.llm_engine.engine_core.engine_core
-    stats = getattr(core.scheduler, "plan_stats", None)
-    summary = {
-        "start_seconds": started,
-        "block_sizes": [m.block_size for m in core.scheduler.kv_cache_manager.coordinator.single_type_managers],
-        "num_pages": core.scheduler.kv_cache_config.num_blocks,
-        "spans": stats.spans if stats else None,
-        "states": stats.states if stats else None,
-        "fallbacks": dict(stats.fallbacks) if stats else None,
-    }
-    Path(sys.argv[2]).write_text(json.dumps({"results": results, "summary": summary}))
+    with os.fdopen(int(sys.argv[2]), "w") as results:
+        for line in sys.stdin:
+            step = json.loads(line)
+            answer: Any
+            if "generate" in step:
+                answer = _generate(llm, step)
+            elif "reset" in step:
+                answer = llm.reset_prefix_cache()
+            elif "zero_state" in step:
+                answer = _zero_state(core, step["zero_state"])
+            else:
+                answer = _summary(core)
+            results.write(json.dumps(answer) + "\n")
+            results.flush()
 
 
 if __name__ == "__main__":

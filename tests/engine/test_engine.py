@@ -53,7 +53,7 @@ def generate(tokens: list[int], max_tokens: int, logprobs: int) -> dict[str, Any
 COLD = [generate(prompt(length, 1000 + length), 64, 1) for length in LENGTHS]
 HOT = [generate(BASE, 8, 20), *(generate(branch(at), 8, 20) for at in BRANCHES)]
 UNCACHED = [step for at in BRANCHES for step in ({"reset": True}, generate(branch(at), 8, 20))]
-STEPS = [*COLD, {"reset": True}, *HOT, *UNCACHED]
+STEPS = [*COLD, {"reset": True}, *HOT, *UNCACHED, {"summary": True}]
 FAULT = [generate(BASE, 1, 1), {"zero_state": 7168}, generate(branch(7400), 8, 20)]
 
 MODES = {"eager": {"eager": True}, "graphs": {"eager": False}, "no-mtp": {"mtp": 0}}
@@ -62,9 +62,8 @@ MODES = {"eager": {"eager": True}, "graphs": {"eager": False}, "no-mtp": {"mtp":
 class Run:
     """What one arm answered."""
 
-    def __init__(self, results: dict[str, Any]) -> None:
-        answers = [answer[0] if isinstance(answer, list) else answer for answer in results["results"]]
-        self.summary = results["summary"]
+    def __init__(self, results: list[Any]) -> None:
+        *answers, self.summary = [answer[0] if isinstance(answer, list) else answer for answer in results]
         self.cold = answers[: len(COLD)]
         hot = answers[len(COLD) + 1 :]
         self.hits = hot[1 : 1 + len(BRANCHES)]
@@ -138,7 +137,7 @@ def test_a_hit_answers_as_an_uncached_run_within_stocks_own_difference(mode, run
 
 
 def test_a_planted_wrong_state_is_seen(runs):
-    _, zeroed, answers = runs["fault", True]["results"]
+    _, zeroed, answers = runs["fault", True]
     assert zeroed > 0
     assert answers[0]["cached"] == 7168
     wrong = difference(answers[0], runs["eager", True].uncached[1])
@@ -147,8 +146,11 @@ def test_a_planted_wrong_state_is_seen(runs):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_8k_prompt_is_one_span_with_four_states(mode, runs):
+def test_the_planner_counted_its_exports(mode, runs):
     summary = runs[mode, True].summary
-    assert summary["fallbacks"] == {}
     assert summary["block_sizes"][:2] == [512, 512]
-    assert summary["states"] > 4 * (1 + 2 * len(BRANCHES)) // 2
+    counts = summary["counts"]
+    assert not any(name.startswith("fallbacks") for name in counts)
+    # Cold prompts, the base and the uncached branches export all their rungs; each branch what it computes.
+    assert counts["states"] >= 4 * (1 + len(BRANCHES))
+    assert runs[mode, False].summary["counts"] is None

@@ -76,7 +76,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("serve"), pages=700)
+    server = Server(tmp_path_factory.mktemp("serve"), pages=260)
     try:
         server.wait()
         yield server
