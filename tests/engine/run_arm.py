@@ -74,7 +74,7 @@ def main() -> None:
     engine = json.loads(Path(sys.argv[1]).read_text())
     from vllm import LLM
 
-    llm = LLM(**engine)
+    llm: Any = LLM(**engine)
     core = llm.llm_engine.engine_core.engine_core
     with os.fdopen(int(sys.argv[2]), "w") as results:
         for line in sys.stdin:

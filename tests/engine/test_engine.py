@@ -13,7 +13,7 @@ from tests.engine.glm import write_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
-LENGTHS = (
+LENGTHS: tuple[int, ...] = (
     1,
     2,
     15,
@@ -56,7 +56,7 @@ UNCACHED = [step for at in BRANCHES for step in ({"reset": True}, generate(branc
 STEPS = [*COLD, {"reset": True}, *HOT, *UNCACHED, {"summary": True}]
 FAULT = [generate(BASE, 1, 1), {"zero_state": 7168}, generate(branch(7400), 8, 20)]
 
-MODES = {"eager": {"eager": True}, "graphs": {"eager": False}, "no-mtp": {"mtp": 0}}
+MODES: dict[str, dict[str, Any]] = {"eager": {"eager": True}, "graphs": {"eager": False}, "no-mtp": {"mtp": 0}}
 
 
 class Run:
