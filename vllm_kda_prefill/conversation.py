@@ -46,12 +46,12 @@ class Turn:
 
 TURNS = (
     Turn("first prompt", 0, PROMPT_TOKENS),
-    Turn("edits at 7,900", 7900, 292),
-    Turn("edits at 7,400", 7400, 792),
-    Turn("edits at 6,500", 6500, 1692),
-    Turn("edits at 5,000", 5000, 3192),
-    Turn("asks the same again", PROMPT_TOKENS, 0),
-    Turn("goes on after the answer", PROMPT_TOKENS + ANSWER_TOKENS, 700),
+    Turn("leaves at 7,900", 7900, 292),
+    Turn("leaves at 7,400", 7400, 792),
+    Turn("leaves at 6,500", 6500, 1692),
+    Turn("leaves at 5,000", 5000, 3192),
+    Turn("same again", PROMPT_TOKENS, 0),
+    Turn("goes on", PROMPT_TOKENS + ANSWER_TOKENS, 700),
 )
 
 
@@ -139,6 +139,25 @@ class Conversation:
                 yield arm, self.records[arm][-1]
             if not self._first_text:
                 self._first_text = prompt + answers["stock"]
+
+    @staticmethod
+    def is_equal(*records: TurnRecord) -> bool:
+        """Whether answers equal their uncached runs."""
+        return all(record.difference < TOLERANCE for record in records)
+
+    @property
+    def largest_difference(self) -> float:
+        """Over all answers of both arms."""
+        return max(record.difference for records in self.records.values() for record in records)
+
+    @property
+    def all_equal(self) -> bool:
+        return all(self.is_equal(*records) for records in self.records.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """What was served: a list of turns for each arm, and the verdict."""
+        arms: dict[str, Any] = {arm: [record.as_json() for record in records] for arm, records in self.records.items()}
+        return {**arms, "largest_difference": self.largest_difference, "all_equal": self.all_equal}
 
     def _serve(self, server: Server, turn: Turn, request_id: str, prompt: list[int]) -> tuple[TurnRecord, list[int]]:
         began = time.monotonic()

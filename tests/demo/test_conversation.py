@@ -43,7 +43,7 @@ def test_answers_are_right_on_wider_attention_blocks(dcp):
 
 
 # A wrong state must be seen. Each plant spoils what the first turn leaves for the second.
-TWO_TURNS = (TURNS[0], Turn("edits at 6,500", 6500, 200))
+TWO_TURNS = (TURNS[0], Turn("leaves at 6,500", 6500, 200))
 
 
 def zero_states_of_new_pages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,215 @@
+"""A hybrid model's layers as its KV cache sees them: their cache specs and attention backends, and no weights.
+
+GLM-5.3-Flash has vLLM's own layer classes, made without weights. Any other hybrid model has one stand-in for each
+attention and each recurrent layer, with the sizes that vLLM's page alignment computes from its configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+# The platform first: see there.
+import vllm_kda_prefill.planning_platform  # noqa: F401  # isort: skip
+
+import torch
+from torch import nn
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, get_kv_quant_mode
+from vllm_kda_prefill.planning import _StandIn, prepare
+
+GLM = ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration")
+STATE_METHODS = (
+    "get_mamba_state_dtype_from_config",
+    "get_mamba_state_shape_from_config",
+    "get_mamba_specs_from_config",
+)
+SPARSE_MLA_BACKENDS = {
+    9: AttentionBackendEnum.FLASHINFER_MLA_SPARSE_SM90,
+    10: AttentionBackendEnum.FLASHINFER_MLA_SPARSE,
+    12: AttentionBackendEnum.FLASHINFER_MLA_SPARSE_SM120,
+}
+"""The sparse MLA backend that vLLM tries first for GLM-5.3-Flash, by major compute capability."""
+
+
+@cache
+def register(architecture: str) -> None:
+    """Put a stand-in class in the registry: vLLM's own state sizes, and nothing that would need a processor.
+
+    Raises:
+        ValueError: vLLM knows no such architecture.
+    """
+    prepare()
+    # Stand-ins of the planner may have taken these names.
+    if architecture in GLM:
+        import vllm.models.glm5next as glm5next
+
+        model: Any = getattr(glm5next, architecture)
+    elif architecture in ModelRegistry.models:
+        model = ModelRegistry.models[architecture].load_model_cls()
+    else:
+        raise ValueError(f"vLLM knows no architecture {architecture}")
+    if not getattr(model, "is_hybrid", False):
+        raise ValueError(f"{architecture} is no hybrid model: it has no recurrent layers beside attention")
+    methods = {name: getattr(model, name) for name in STATE_METHODS if hasattr(model, name)}
+    ModelRegistry.register_model(architecture, type(architecture, (_StandIn,), methods))
+
+
+def add_layers(vllm_config: VllmConfig, capability: int) -> None:
+    """Give a configuration the layers of its model.
+
+    Args:
+        vllm_config: Of a registered stand-in.
+        capability: Major compute capability of the GPU it is for.
+
+    Raises:
+        ValueError: The model's configuration does not say how many layers of each kind it has.
+    """
+    text = vllm_config.model_config.hf_text_config
+    with set_current_vllm_config(vllm_config):
+        is_glm = vllm_config.model_config.architecture in GLM
+        layers = _glm_layers(vllm_config, capability) if is_glm else _generic_layers(vllm_config)
+        context = vllm_config.compilation_config.static_forward_context
+        context |= dict(layers)
+        if not any(isinstance(layer, MambaBase) for layer in context.values()):
+            raise ValueError(f"a {text.model_type} configuration that names no recurrent layers")
+
+
+def _glm_layers(vllm_config: VllmConfig, capability: int) -> Iterator[tuple[str, AttentionLayerBase]]:
+    text = vllm_config.model_config.hf_text_config
+    drafts = text.num_nextn_predict_layers if vllm_config.speculative_config is not None else 0
+    kinds = [*text.layer_types, *["indexed_attention"] * drafts]
+    for index, kind in enumerate(kinds):
+        prefix = f"model.layers.{index}.self_attn"
+        if kind == "linear_attention":
+            yield prefix, _kda_layer(vllm_config)
+            continue
+        for name, layer in _indexed_layers(vllm_config, capability, prefix):
+            layer.is_draft_layer = index >= text.num_hidden_layers
+            yield name, layer
+
+
+def _kda_layer(vllm_config: VllmConfig) -> AttentionLayerBase:
+    from vllm.models.glm5next.common.kda import Glm5NextLinearAttention
+
+    text = vllm_config.model_config.hf_text_config
+    return _without_weights(
+        Glm5NextLinearAttention,
+        model_config=vllm_config.model_config,
+        cache_config=vllm_config.cache_config,
+        tp_size=vllm_config.parallel_config.tensor_parallel_size,
+        num_heads=text.linear_num_heads,
+        head_dim=text.linear_head_dim,
+        conv_size=text.linear_conv_kernel_dim,
+        num_spec=vllm_config.num_speculative_tokens,
+        kda_prefill_backend="flashkda",
+    )
+
+
+def _indexed_layers(
+    vllm_config: VllmConfig, capability: int, prefix: str
+) -> Iterator[tuple[str, AttentionLayerBase]]:
+    """A sparse MLA layer and its indexer's two caches, in the order of the model's own layers."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+    from vllm.models.glm5next.common.attention import Glm5NextIndexerCache, Glm5NextTailCache
+    from vllm.models.glm5next.common.model import get_sparse_topk_buffer_width
+
+    text, cache_config = vllm_config.model_config.hf_text_config, vllm_config.cache_config
+    if text.index_topk is not None:
+        size, pool = text.index_head_dim, text.index_kpool
+        common = {"cache_config": cache_config, "index_kpool": pool}
+        # A scale of four bytes for every 128 bytes.
+        index = f"{prefix}.indexer.k_cache", size + size // 128 * 4, torch.uint8
+        tail = f"{prefix}.indexer.tail_cache", size, torch.bfloat16
+        for cls, (name, head_dim, dtype) in ((Glm5NextIndexerCache, index), (Glm5NextTailCache, tail)):
+            yield name, cls(head_dim=head_dim, dtype=dtype, prefix=name, **common)
+    yield (
+        f"{prefix}.mla_attn",
+        _without_weights(
+            MLAAttention,
+            head_size=text.kv_lora_rank + text.qk_rope_head_dim,
+            kv_cache_dtype=cache_config.cache_dtype,
+            sliding_window=None,
+            topk_buffer_width=get_sparse_topk_buffer_width(text) if text.index_topk is not None else None,
+            indexer=object() if text.index_topk is not None else None,
+            non_causal_multi_token_decode=False,
+            attn_backend=SPARSE_MLA_BACKENDS[capability].get_class(),
+        ),
+    )
+
+
+def _without_weights(cls: type, **attributes: Any) -> Any:
+    layer = object.__new__(cls)
+    nn.Module.__init__(layer)
+    vars(layer).update(attributes)
+    return layer
+
+
+def _generic_layers(vllm_config: VllmConfig) -> Iterator[tuple[str, AttentionLayerBase]]:
+    attention, recurrent = _layer_counts(vllm_config)
+    for index in range(attention):
+        yield f"attention.{index}", _Attention(vllm_config.model_config.use_mla)
+    for index in range(recurrent):
+        yield f"recurrent.{index}", _Recurrent(vllm_config)
+
+
+def _layer_counts(vllm_config: VllmConfig) -> tuple[int, int]:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    attention = model.get_num_layers_by_block_type(parallel, "attention")
+    named = sum(model.get_num_layers_by_block_type(parallel, kind) for kind in ("mamba", "linear_attention"))
+    return attention, named or model.get_num_layers(parallel) - attention
+
+
+class _Attention(AttentionLayerBase):
+    """A full-attention layer of the sizes in the model's configuration."""
+
+    def __init__(self, mla: bool) -> None:
+        self.mla = mla
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return (AttentionBackendEnum.FLASH_ATTN_MLA if self.mla else AttentionBackendEnum.FLASH_ATTN).get_class()
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        model, cache_config = vllm_config.model_config, vllm_config.cache_config
+        name = cache_config.cache_dtype
+        spec = {
+            "block_size": cache_config.block_size,
+            "num_kv_heads": model.get_num_kv_heads(vllm_config.parallel_config),
+            "head_size": model.get_head_size(),
+            "dtype": model.dtype if name == "auto" else STR_DTYPE_TO_TORCH_DTYPE[name],
+            "kv_quant_mode": get_kv_quant_mode(name),
+        }
+        return MLAAttentionSpec(**spec, cache_dtype_str=name) if self.mla else FullAttentionSpec(**spec)
+
+
+class _Recurrent(MambaBase):
+    """A recurrent layer of the state sizes that the model class computes."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        model: Any = ModelRegistry.resolve_model_cls(
+            vllm_config.model_config.architecture, model_config=vllm_config.model_config
+        )[0]
+        if hasattr(model, "get_mamba_specs_from_config"):
+            largest = max(model.get_mamba_specs_from_config(vllm_config), key=lambda spec: spec.page_size_bytes)
+            self.shapes, self.dtypes = largest.shapes, largest.dtypes
+        else:
+            self.shapes = model.get_mamba_state_shape_from_config(vllm_config)
+            self.dtypes = model.get_mamba_state_dtype_from_config(vllm_config)
+
+    @property
+    def mamba_type(self) -> MambaAttentionBackendEnum:
+        return MambaAttentionBackendEnum.LINEAR
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return self.shapes
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return self.dtypes
