@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm.model_executor.layers.mamba.ops.kda_prefill import CheckpointTargets, select_kda_prefill
+from vllm.model_executor.layers.mamba.ops.kda_prefill import select as select_module
 from vllm.model_executor.layers.mamba.ops.kda_prefill.base import KDAPrefill
+from vllm.model_executor.layers.mamba.ops.kda_prefill.native import CHUNK_TOKENS, max_chunks
 from vllm.model_executor.layers.mamba.ops.kda_prefill.reference import ReferenceKDAPrefill
 from vllm.model_executor.layers.mamba.ops.kda_prefill.segmented import (
     Launch,
@@ -265,3 +270,41 @@ def test_auto_and_triton_fall_back_to_the_stock_path():
     assert op is not None
     assert op.max_checkpoints == 4
     assert op.alignment == 16
+
+
+def test_auto_falls_back_to_flashkda_where_the_native_kernel_cannot_be_built(monkeypatch, caplog):
+    def refuse(sizes):
+        raise RuntimeError("nvcc was not found")
+
+    built = object()
+    monkeypatch.setitem(select_module._BUILDERS, "native", refuse)
+    monkeypatch.setitem(select_module._BUILDERS, "flashkda", lambda sizes: built)
+    assert select_kda_prefill("auto", capability=(9, 0), **SELECT) is built
+    assert "'native' is passed over: nvcc was not found" in caplog.text
+    with pytest.raises(RuntimeError, match="nvcc was not found"):
+        select_kda_prefill("native", capability=(9, 0), **SELECT)
+
+
+@pytest.mark.parametrize("capability,expected", [((9, 0), "native"), ((12, 1), "flashkda"), ((10, 0), "flashkda")])
+def test_auto_prefers_the_native_kernel_where_it_was_measured(monkeypatch, capability, expected):
+    for name in ("native", "flashkda"):
+        monkeypatch.setitem(select_module._BUILDERS, name, lambda sizes, name=name: name)
+    assert select_kda_prefill("auto", capability=capability, **SELECT) == expected
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(1, 400), st.lists(st.integers(1, 24), max_size=4, unique=True)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_native_workspace_holds_every_chunk(rows):
+    chunks = 0
+    for length, cuts in rows:
+        bounds = [0, *sorted(16 * cut for cut in cuts if 16 * cut < length), length]
+        chunks += sum(-(-(b - a) // CHUNK_TOKENS) for a, b in pairwise(bounds))
+    tokens = sum(length for length, _ in rows)
+    assert chunks <= max_chunks(tokens, len(rows), checkpoints=True)
+    whole = sum(-(-length // CHUNK_TOKENS) for length, _ in rows)
+    assert whole <= max_chunks(tokens, len(rows), checkpoints=False)

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 
 from .base import (
+    CHUNK,
     HEAD_DIM,
     MAX_CHECKPOINTS,
     CheckpointTargets,
@@ -52,8 +53,12 @@ def _library(capability: tuple[int, int]) -> ctypes.CDLL:
 
 
 def max_chunks(num_tokens: int, num_rows: int, checkpoints: bool) -> int:
-    """Upper bound on the chunks of a batch: every row and every checkpoint may end a chunk early."""
-    return num_tokens // CHUNK_TOKENS + num_rows * (1 + MAX_CHECKPOINTS * checkpoints)
+    """Upper bound on the chunks of a batch: every row and every checkpoint may end a chunk early.
+
+    Whatever the plan, no chunk but a row's last is shorter than 16 tokens.
+    """
+    cuts = num_rows * (1 + MAX_CHECKPOINTS * checkpoints)
+    return min(num_tokens // CHUNK_TOKENS + cuts, num_tokens // CHUNK + num_rows)
 
 
 def default_value_tiles(rows: int, heads: int, processors: int) -> int:

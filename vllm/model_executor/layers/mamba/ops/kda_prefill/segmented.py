@@ -179,7 +179,12 @@ def _run_segments(
         tokens = _Tokens(inputs, ranges)
         launcher(
             Launch(
-                *tokens.operands,
+                tokens.q,
+                tokens.k,
+                tokens.v,
+                tokens.g,
+                tokens.beta,
+                tokens.out,
                 inputs.A_log,
                 inputs.dt_bias,
                 inputs.scale,
@@ -235,22 +240,22 @@ class _Tokens:
     def __init__(self, inputs: KDAPrefillInputs, ranges: list[tuple[int, int]]) -> None:
         self._inputs = inputs
         self._indices: torch.Tensor | None = None
-        sources = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
+        sources = (inputs.q, inputs.k, inputs.v, inputs.g)
         if all(left[1] == right[0] for left, right in pairwise(ranges)):
             window = slice(ranges[0][0], ranges[-1][1])
-            dense = [t[:, window].contiguous() for t in sources[:4]] + [sources[4][:, window]]
-            self._out = inputs.out[:, window]
+            self.q, self.k, self.v, self.g = (t[:, window].contiguous() for t in sources)
+            self.beta, self.out = inputs.beta[:, window], inputs.out[:, window]
         else:
             device = inputs.q.device
-            self._indices = torch.cat([torch.arange(a, b, device=device) for a, b in ranges])
-            dense = [t.index_select(1, self._indices) for t in sources]
-            self._out = torch.empty_like(dense[0])
-        self.operands = (*dense, self._out)
+            indices = torch.cat([torch.arange(a, b, device=device) for a, b in ranges])
+            self.q, self.k, self.v, self.g = (t.index_select(1, indices) for t in sources)
+            self.beta, self.out = inputs.beta.index_select(1, indices), torch.empty_like(self.q)
+            self._indices = indices
 
     def store(self) -> None:
         """Put a packed copy's output in its place."""
         if self._indices is not None:
-            self._inputs.out.index_copy_(1, self._indices, self._out)
+            self._inputs.out.index_copy_(1, self._indices, self.out)
 
 
 def _whole_batch(inputs: KDAPrefillInputs, initial: torch.Tensor, final: torch.Tensor) -> Launch:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
 
 from .base import HEAD_DIM, KDAPrefill
+
+logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "native", "flashkda", "b12x", "triton", "reference")
 
@@ -36,7 +39,7 @@ def select_kda_prefill(
     if backend == "triton":
         return None
     sizes = {"num_heads": num_heads, "max_num_tokens": max_num_tokens, "max_num_seqs": max_num_seqs}
-    names = ("native", "flashkda") if backend == "auto" else (backend,)
+    names = _automatic(capability) if backend == "auto" else (backend,)
     reason = ""
     for name in names:
         reason = _unsupported(name, capability, head_dim, dtype, lower_bound)
@@ -45,9 +48,15 @@ def select_kda_prefill(
                 return _BUILDERS[name](sizes)
             except (ImportError, RuntimeError, OSError) as error:
                 reason = str(error)
+                logger.warning("KDA prefill backend %r is passed over: %s", name, reason)
     if backend == "auto":
         return None
     raise RuntimeError(f"KDA prefill backend {backend!r} cannot run here: {reason}")
+
+
+def _automatic(capability: tuple[int, int] | None) -> tuple[str, ...]:
+    """Order of preference. The native kernel was measured on SM90 only; it has to be asked for elsewhere."""
+    return ("native", "flashkda") if capability == (9, 0) else ("flashkda",)
 
 
 def _unsupported(
@@ -99,7 +108,7 @@ def _build_b12x(sizes: dict[str, int]) -> KDAPrefill:
     from .b12x import B12xLauncher
     from .segmented import SegmentedKDAPrefill
 
-    return SegmentedKDAPrefill(B12xLauncher(**sizes), **sizes)
+    return SegmentedKDAPrefill(B12xLauncher(**sizes, device="cuda"), **sizes)
 
 
 def _build_reference(sizes: dict[str, int]) -> KDAPrefill:
