@@ -161,9 +161,9 @@ def _run_segments(
     for length in targets.query_lens:
         starts.append(starts[-1] + length)
     device = inputs.q.device
-    tables = _upload([_launch_tables(segments, inputs.num_rows) for segments in launches], device)
     # The null slot stands behind the tables for segments that export nothing inside.
     slot_table = torch.cat([targets.slots.flatten(), inputs.state_indices, targets.slots.new_zeros(1)])
+    tables = _upload([_launch_tables(segments, inputs.num_rows) for segments in launches], slot_table)
     source, target, checkpoint = buffers
     for number, (segments, table) in enumerate(zip(launches, tables, strict=True)):
         count = len(segments)
@@ -199,8 +199,11 @@ def _run_segments(
         )
         tokens.store()
         if offsets is not None:
-            scatter_states(inputs.state_pool, slot_table[table["checkpoint"]], checkpoint[:count])
-        scatter_states(inputs.state_pool, slot_table[table["final"]], target[:count])
+            scatter_states(inputs.state_pool, table["checkpoint"], checkpoint[:count])
+        scatter_states(inputs.state_pool, table["final"], target[:count])
+
+
+_SLOT_TABLES = ("checkpoint", "final")
 
 
 def _launch_tables(segments: list[Segment], num_rows: int) -> dict[str, list[int]]:
@@ -218,20 +221,24 @@ def _launch_tables(segments: list[Segment], num_rows: int) -> dict[str, list[int
     }
 
 
-def _upload(tables: list[dict[str, list[int]]], device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """Send all launches' tables in one copy, each vector at a 16-byte boundary."""
+def _upload(tables: list[dict[str, list[int]]], slot_table: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    """Send all launches' tables in one copy and look all slots up at once; vectors at 16-byte boundaries."""
     flat: list[int] = []
-    places: list[dict[str, tuple[int, int]]] = []
-    for table in tables:
-        place = {}
-        for name, values in table.items():
-            place[name] = (len(flat), len(flat) + len(values))
-            flat += values
-            flat += [0] * (-len(flat) % 4)
-        places.append(place)
-    host = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda")
-    packed = host.to(device, non_blocking=True)
-    return [{name: packed[a:b] for name, (a, b) in place.items()} for place in places]
+    places: list[dict[str, slice]] = [{} for _ in tables]
+    slots_end = 0
+    for names in (_SLOT_TABLES, ("cu_seqlens", "offsets")):
+        for place, table in zip(places, tables, strict=True):
+            for name in names:
+                place[name] = slice(len(flat), len(flat) + len(table[name]))
+                flat += table[name]
+                flat += [0] * (-len(flat) % 4)
+        slots_end = slots_end or len(flat)
+    host = torch.tensor(flat, dtype=torch.int32, pin_memory=slot_table.is_cuda)
+    packed = host.to(slot_table.device, non_blocking=True)
+    slots = slot_table.index_select(0, packed[:slots_end])
+    return [
+        {name: (slots if name in _SLOT_TABLES else packed)[part] for name, part in place.items()} for place in places
+    ]
 
 
 class _Tokens:
