@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, resolve_block_hashes
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.core.recurrent_prefill_checkpoint import BoundPlan
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
-from vllm.v1.core.tiered_free_queue import TieredFreeQueue, Tier
+from vllm.v1.core.tiered_free_queue import Tier, TieredFreeQueue
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
-from vllm_kda_prefill.planning import Engine, Layout
+from vllm.v1.request import Request
+from vllm_kda_prefill.planning import Engine
 
 Labels = list[int]
 
@@ -219,7 +219,9 @@ class ShadowWorker:
             size, table = self.managers[group].block_size, row.table[group]
             for position in range(start):
                 if self.kv.get(table[position // size], {}).get(position % size) != row.label(position + 1):
-                    raise Fault(f"{request_id} attends to token {position} in page {table[position // size]}: not its KV")
+                    raise Fault(
+                        f"{request_id} attends to token {position} in page {table[position // size]}: not its KV"
+                    )
 
     def _run(
         self, request_id: str, num_tokens: int, drafts: int, plan: BoundPlan | None, written: dict[int, str]
@@ -357,9 +359,13 @@ class ShadowWorker:
             return
         for block in pool.blocks[1:]:
             if block.ref_cnt != owners.get(block.block_id, 0):
-                raise Fault(f"page {block.block_id}: {block.ref_cnt} references, {owners.get(block.block_id, 0)} owners")
+                raise Fault(
+                    f"page {block.block_id}: {block.ref_cnt} references, {owners.get(block.block_id, 0)} owners"
+                )
         free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
-        if len(free) != pool.get_num_free_blocks() or set(free) != {b.block_id for b in pool.blocks[1:] if not b.ref_cnt}:
+        if len(free) != pool.get_num_free_blocks() or set(free) != {
+            b.block_id for b in pool.blocks[1:] if not b.ref_cnt
+        }:
             raise Fault("the free list is not the set of pages without a reference")
         if isinstance(pool.free_block_queue, TieredFreeQueue):
             self._check_tiers(pool.free_block_queue, pool.blocks)
@@ -408,3 +414,17 @@ def retained(engine: Engine, request: Request) -> list[int]:
         for index, block_hash in enumerate(request.block_hashes)
         if pool.get_cached_block(block_hash, groups)
     ]
+
+
+@dataclass
+class Tools:
+    """The helpers of this file, for tests cannot import it."""
+
+    ShadowWorker: type[ShadowWorker] = ShadowWorker
+    Fault: type[Fault] = Fault
+    retained: Callable[[Engine, Request], list[int]] = staticmethod(retained)
+
+
+@pytest.fixture(scope="session")
+def states() -> Tools:
+    return Tools()

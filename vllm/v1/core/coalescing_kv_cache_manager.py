@@ -32,6 +32,7 @@ class CoalescingKVCacheManager(KVCacheManager):
     free_queue: TieredFreeQueue
     grid: LookupGrid
     _written: dict[int, int]
+    _exported: dict[str, list[tuple[KVCacheBlock, object]]]
 
     @classmethod
     def adopt(cls, manager: KVCacheManager) -> CoalescingKVCacheManager:
@@ -50,6 +51,7 @@ class CoalescingKVCacheManager(KVCacheManager):
         adopted.free_queue = TieredFreeQueue.install(adopted.block_pool)
         adopted.grid = adopted._lookup_grid()
         adopted._written = {}
+        adopted._exported = {}
         return adopted
 
     def _lookup_grid(self) -> LookupGrid:
@@ -114,7 +116,25 @@ class CoalescingKVCacheManager(KVCacheManager):
                 m.kv_cache_group_id: block.block_id for m, block in zip(self.mamba_managers, blocks, strict=True)
             }
             blocks_in_use += blocks
+        if blocks_in_use:
+            exported = self._exported.setdefault(request.request_id, [])
+            exported += ((block, block.block_hash) for block in blocks_in_use)
         return granted, blocks_in_use
+
+    def free(self, request: Request) -> None:
+        super().free(request)
+        self._refresh_exports(request)
+
+    def pop_blocks_for_free(self, request: Request) -> list[KVCacheBlock]:
+        blocks = super().pop_blocks_for_free(request)
+        self._refresh_exports(request)
+        return blocks
+
+    def _refresh_exports(self, request: Request) -> None:
+        """Let a request's states be as recently used as its other blocks, as stock's are."""
+        for block, block_hash in self._exported.pop(request.request_id, ()):
+            if block.ref_cnt == 0 and block.block_hash == block_hash:
+                self.free_queue.refresh(block)
 
     def retain_end_state(self, request: Request, state: WantedState) -> None:
         """Publish the running state that a request's query leaves at its end, if its page holds just that.

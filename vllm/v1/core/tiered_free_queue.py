@@ -64,6 +64,13 @@ class TieredFreeQueue:
             count -= 1
         return count <= 0
 
+    def refresh(self, block: KVCacheBlock) -> None:
+        """Make `block`, free with an entry, the last of its tier to be evicted."""
+        tier = Tier(self._tier[block.block_id])
+        assert tier in (Tier.SECOND_CLASS, Tier.FIRST_CLASS)
+        self._lists[tier].remove(block)
+        self._lists[tier].append(block)
+
     @property
     def num_second_class(self) -> int:
         """Free pages that hold a second-class entry."""

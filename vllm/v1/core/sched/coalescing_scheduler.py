@@ -14,7 +14,7 @@ from typing import Any
 import vllm.envs as envs
 from vllm.logger import init_logger
 from vllm.v1.core.coalescing_kv_cache_manager import CoalescingKVCacheManager, Pages
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.core.prefill_plan_stats import Fallback, PrefillPlanStats
 from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE, BoundPlan, Retention
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -42,6 +42,7 @@ class CoalescingSchedulerMixin(Scheduler):
         self.plan_stats = PrefillPlanStats()
         self._span_ends: dict[str, int] = {}
         self._fallbacks: dict[str, Fallback] = {}
+        self._shared_states: dict[BlockHash, int] = {}
         grid = self.retention.grid
         # Stock ends chunks on multiples of this configuration's block size, its smallest page, and takes it for
         # the Mamba page. Where that is wider, chunks would end inside it and be published as its end.
@@ -61,6 +62,7 @@ class CoalescingSchedulerMixin(Scheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._span_ends.clear()
         self._fallbacks.clear()
+        self._shared_states.clear()
         return super().schedule(throttle_prefills)
 
     def _mamba_block_aligned_split(
@@ -82,6 +84,8 @@ class CoalescingSchedulerMixin(Scheduler):
             stock_tokens = min(stock_tokens, self.retention.grid.page - inside_page)
         if start >= request.num_prompt_tokens:
             return stock_tokens
+        if self._waits_for_shared_state(request, start):
+            return 0
         fallback = self._fallback(request, start, num_external_computed_tokens)
         end = start + stock_tokens
         if fallback is None:
@@ -95,7 +99,29 @@ class CoalescingSchedulerMixin(Scheduler):
             self._fallbacks[request.request_id] = fallback
             return stock_tokens
         self._span_ends[request.request_id] = end
+        if end > start + stock_tokens:
+            self._announce_shared_states(request, start, end)
         return end - start
+
+    def _announce_shared_states(self, request: Request, start: int, end: int) -> None:
+        """Note the states that stock would have published in this step, at a stop inside this span."""
+        unit = self.hash_block_size
+        prompt, junction = request.num_prompt_tokens, request.shared_prefix_boundary
+        for state in self.retention.wanted(prompt, start, end, junction):
+            if state.first_class:
+                self._shared_states[request.block_hashes[state.position // unit - 1]] = state.position
+
+    def _waits_for_shared_state(self, request: Request, start: int) -> bool:
+        """Whether a request can resume deeper in the next step, at a state that this step exports.
+
+        Stock makes a request wait for a state that is published in the same step. Exports are published when
+        the step is complete, so the request would not see them and compute the shared prefix again.
+        """
+        unit, hashes = self.hash_block_size, request.block_hashes
+        return request.num_computed_tokens == 0 and any(
+            start < position <= request.shared_prefix_boundary and hashes[position // unit - 1] == block_hash
+            for block_hash, position in self._shared_states.items()
+        )
 
     def _span_end(self, request: Request, end: int) -> int:
         """Where a query that could run to `end` ends: with the prompt, or on the page grid."""

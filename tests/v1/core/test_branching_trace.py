@@ -1,0 +1,63 @@
+"""Rungs are worth their pages: cached tokens of conversations that extend and branch, against stock's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from vllm_kda_prefill.planning import Arm, Engine, Layout
+
+PAGE = 16
+"""Tokens of a page here: everything scales with it, and short prompts hash fast."""
+
+
+def conversations(seed: int, branching: float, turns: int = 150, speakers: int = 8) -> Iterator[tuple[int, list[int]]]:
+    """Speaker and prompt of each turn of interleaved conversations over one system prompt.
+
+    A turn extends its conversation, or renders it again and so leaves the cached prompt at a random point; now
+    and then a conversation ends and another one takes its place.
+    """
+    rng = random.Random(seed)
+
+    def words(pages: int) -> list[int]:
+        return [rng.randrange(30_000) for _ in range(rng.randint(PAGE, pages * PAGE))]
+
+    system = words(8)
+    history = [system + words(16) for _ in range(speakers)]
+    for _ in range(turns):
+        speaker = rng.randrange(speakers)
+        said = history[speaker]
+        if len(said) > 80 * PAGE or rng.random() < 0.05:
+            said = system + words(16)
+        elif rng.random() < branching:
+            said = said[: rng.randint(len(system) // 2, len(said))] + words(16)
+        else:
+            said = said + words(16)
+        history[speaker] = said
+        yield speaker, said
+
+
+def cached_tokens(layout: Layout, arm: Arm, seed: int, branching: float = 0.35, concurrency: int = 1) -> int:
+    """Prompt tokens that first admissions found in the prefix cache over a whole trace.
+
+    A speaker's next turn comes after the answer to the last one; `concurrency` turns run at once.
+    """
+    engine = Engine.build(layout, arm)
+    pending = [(f"{number}", *turn) for number, turn in enumerate(conversations(seed, branching))]
+    speaking: dict[str, int] = {}
+    seen: set[str] = set()
+    cached = 0
+    while pending or engine.scheduler.requests:
+        speaking = {name: who for name, who in speaking.items() if name in engine.scheduler.requests}
+        for turn in list(pending[:20]):
+            name, speaker, prompt = turn
+            if len(speaking) < concurrency and speaker not in speaking.values():
+                pending.remove(turn)
+                speaking[name] = speaker
+                engine.add(name, prompt)
+        output = engine.step()
+        for new in output.scheduled_new_reqs:
+            if new.req_id not in seen:
+                seen.add(new.req_id)
+                cached += new.num_computed_tokens
+    return cached

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a KV cache of given page sizes costs: vLLM's own grouping and packing, read off and added up.
+
+Needs the model's layers (or stand-ins that answer for their cache specs) in the configuration, no memory and no
+device: a layout is the same at any memory but for the number of its blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from vllm.v1.core.split_layout_planning import PageSizes
+from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheGroupSpec, KVCacheSpec, MambaSpec, iter_layer_specs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+Kind = Literal["attention", "recurrent", "scratch"]
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers that share a block table: a block of the pool holds one page of each.
+
+    Attributes:
+        kind: Pages for every token, pages for states, or one page a request that no lookup sees.
+        layers: How many layers.
+        block_tokens: Tokens of a block on one rank.
+        ranks: Context-parallel ranks that tokens are spread over.
+        page_bytes: Bytes of the group's pages in one block, with what stock pads them to.
+        content_bytes: Bytes of these that hold something.
+    """
+
+    kind: Kind
+    layers: int
+    block_tokens: int
+    ranks: int
+    page_bytes: int
+    content_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a block over all ranks: the group's effective block size."""
+        return self.block_tokens * self.ranks
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """How one rank's KV cache is cut up.
+
+    Attributes:
+        sizes: Tokens of an attention page on one rank, and of a recurrent one.
+        block_bytes: Bytes of one block of the pool, whichever group uses it.
+        groups: Every group, each drawing blocks from the one pool.
+        request_blocks: Tokens of a request -> blocks it needs, for the lengths that were asked for.
+    """
+
+    sizes: PageSizes
+    block_bytes: int
+    groups: tuple[CacheGroup, ...]
+    request_blocks: dict[int, int]
+
+    def of_kind(self, kind: Kind) -> list[CacheGroup]:
+        return [group for group in self.groups if group.kind == kind]
+
+    @property
+    def scheduler_block(self) -> int:
+        """LCM of the groups' effective block sizes, vLLM's scheduler block."""
+        return math.lcm(*(group.tokens for group in self.groups))
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of the pool that a token of a long request takes on one rank."""
+        return sum(self.block_bytes / group.tokens for group in self.of_kind("attention"))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the pool that one retained state takes on one rank: a block in every recurrent group."""
+        return len(self.of_kind("recurrent")) * self.block_bytes
+
+    @property
+    def state_content_bytes(self) -> int:
+        """Bytes of these that hold the state."""
+        return sum(group.content_bytes for group in self.of_kind("recurrent"))
+
+    def waste(self, group: CacheGroup) -> int:
+        """Bytes of a block that the group leaves unused."""
+        return self.block_bytes - group.content_bytes
+
+    def blocks(self, memory: int) -> int:
+        """Blocks of a pool of `memory` bytes; vLLM sets one of them aside."""
+        return memory // self.block_bytes
+
+    def tokens_of_cache(self, memory: int, length: int) -> int:
+        """What vLLM logs as the size of the cache: tokens of requests of `length` tokens that fit at once."""
+        return int(self.blocks(memory) / self.request_blocks[length] * length)
+
+    def tokens_per_byte(self, length: int) -> float:
+        """Tokens of cache of a byte of memory, for requests of `length` tokens."""
+        return length / (self.request_blocks[length] * self.block_bytes)
+
+    def requests(self, memory: int, length: int) -> int:
+        """Whole requests of `length` tokens that fit at once."""
+        return max(self.blocks(memory) - 1, 0) // self.request_blocks[length]
+
+
+def measure(vllm_config: VllmConfig, lengths: tuple[int, ...] = ()) -> CacheLayout:
+    """The layout that vLLM makes of the page sizes in `vllm_config`.
+
+    Args:
+        vllm_config: With its layers, and with the page sizes to measure.
+        lengths: Request lengths to count blocks for; the longest request's is counted anyhow.
+
+    Raises:
+        NotImplementedError: vLLM has no layout for these page sizes.
+    """
+    # Here, not above: the gate's modules import this one before a worker exists.
+    from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
+    from vllm.v1.core.kv_cache_planning import _pool_bytes_per_block_from_builder
+
+    groups = cache_groups(vllm_config)
+    with resolved_layout(vllm_config):
+        builder = get_kv_cache_config_builder(vllm_config)
+        block_bytes = _pool_bytes_per_block_from_builder(builder, vllm_config, groups)
+    ranks = vllm_config.parallel_config.decode_context_parallel_size
+    cache = vllm_config.cache_config
+    assert cache.mamba_block_size is not None
+    longest = vllm_config.model_config.max_model_len
+    return CacheLayout(
+        sizes=PageSizes(cache.block_size, cache.mamba_block_size),
+        block_bytes=block_bytes,
+        groups=tuple(_describe(group, ranks) for group in groups),
+        request_blocks={length: request_blocks(vllm_config, groups, length) for length in (*lengths, longest)},
+    )
+
+
+def cache_groups(vllm_config: VllmConfig) -> list[KVCacheGroupSpec]:
+    """The KV cache groups that vLLM makes of the layers in `vllm_config`."""
+    from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups
+    from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+    with resolved_layout(vllm_config):
+        return get_global_kv_cache_groups(vllm_config, [get_kv_cache_spec(vllm_config)])
+
+
+@contextmanager
+def resolved_layout(vllm_config: VllmConfig) -> Iterator[None]:
+    """Let vLLM resolve the order of the cache's dimensions, and forget it again: the engine core decides it."""
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
+    from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+    before = vllm_config.cache_config.kv_cache_layout
+    supported = get_supported_kv_cache_layouts(get_current_attn_backends(vllm_config))
+    specs = get_kv_cache_spec(vllm_config)
+    resolve_kv_cache_layout(vllm_config, [[layout.name for layout in supported]], specs.values())
+    try:
+        yield
+    finally:
+        vllm_config.cache_config.kv_cache_layout = before
+
+
+@contextmanager
+def page_sizes(vllm_config: VllmConfig, sizes: PageSizes) -> Iterator[None]:
+    """Try page sizes out: the configuration has them inside the `with`, and what it had before afterwards."""
+    cache = vllm_config.cache_config
+    before = cache.block_size, cache.mamba_block_size, cache.mamba_page_size_padded
+    cache.block_size, cache.mamba_block_size, cache.mamba_page_size_padded = *sizes, None
+    try:
+        yield
+    finally:
+        cache.block_size, cache.mamba_block_size, cache.mamba_page_size_padded = before
+
+
+def request_blocks(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec], length: int) -> int:
+    """Blocks that vLLM reserves for a request of `length` tokens, over all groups."""
+    model = vllm_config.model_config
+    before = model.max_model_len
+    model.max_model_len = length
+    try:
+        specs = [group.kv_cache_spec for group in groups]
+        return sum(-(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes) for spec in specs)
+    finally:
+        model.max_model_len = before
+
+
+def _describe(group: KVCacheGroupSpec, ranks: int) -> CacheGroup:
+    spec = group.kv_cache_spec
+    layer_specs = list(iter_layer_specs(spec))
+    # A group of equal layers has one spec for all of them.
+    copies = len(group.layer_names) // len(layer_specs)
+    return CacheGroup(
+        kind=_kind(layer_specs[0]),
+        layers=len(group.layer_names),
+        block_tokens=spec.block_size,
+        ranks=ranks if spec.dcp_sharded else 1,
+        page_bytes=copies * sum(layer.page_size_bytes for layer in layer_specs),
+        content_bytes=copies * sum(_content_bytes(layer) for layer in layer_specs),
+    )
+
+
+def _kind(spec: KVCacheSpec) -> Kind:
+    if isinstance(spec, MambaSpec):
+        return "recurrent"
+    return "scratch" if isinstance(spec, CircularBufferSpec) or not spec.prefix_cacheable else "attention"
+
+
+def _content_bytes(spec: KVCacheSpec) -> int:
+    return int(getattr(spec, "real_page_size_bytes", spec.page_size_bytes))
