@@ -6,9 +6,9 @@ import socket
 import numpy as np
 import pytest
 import torch.distributed as dist
+
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.worker.prefill_plan_rows import bind_rows, plans_of
-
 from vllm_kda_prefill.planning import Engine, Layout
 
 LAYOUT = Layout(dcp=4, mtp=3, mamba_groups=2)
