@@ -13,13 +13,6 @@ namespace kda {
 
 constexpr int kComputeThreads = 256;
 constexpr int kRecurrenceThreads = kComputeThreads + 32;
-// Four token warps hand a stage back, one arrival each, after a barrier of all readers. compute-sanitizer does not
-// follow that chain: for its racecheck, compile with KDA_ALL_READERS_ARRIVE.
-#ifdef KDA_ALL_READERS_ARRIVE
-constexpr bool kAllArrive = true;
-#else
-constexpr bool kAllArrive = false;
-#endif
 
 template <int kTiles, int kStages>
 struct RecurrenceShared {
@@ -247,7 +240,7 @@ __device__ __forceinline__ void run_state(const Params& p, RecurrenceShared<kTil
     }
     publish_state<kTiles>(state, s.state, warp, lane);
     sync_compute();
-    if (kAllArrive) barrier_arrive(&s.empty[at.index]);
+    barrier_arrive(&s.empty[at.index]);
 
     begin = place.cuts.chunk_end(begin);
     int slot = 0;
@@ -348,7 +341,7 @@ __device__ __forceinline__ void run_tokens(const Params& p, RecurrenceShared<kTi
       multiply_add<kTiles>(out, x, products[block * 32]);
     }
     sync_compute();
-    if (kAllArrive || lane == 0) barrier_arrive(&s.empty[at.index]);
+    barrier_arrive(&s.empty[at.index]);
 
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -377,7 +370,7 @@ __global__ void __launch_bounds__(kRecurrenceThreads, 1) recurrence_kernel(const
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(&s.full[i], 1);
-      barrier_init(&s.empty[i], kAllArrive ? kComputeThreads : 4);
+      barrier_init(&s.empty[i], kComputeThreads);   // every reader hands a stage back
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }

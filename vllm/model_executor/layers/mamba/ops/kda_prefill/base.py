@@ -138,130 +138,108 @@ class KDAPrefill(ABC):
         self._launch(inputs, targets, workspace)
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
+# Messages are built only when a rule is broken: a run is validated once a layer.
 
 
 def validate_inputs(inputs: KDAPrefillInputs) -> None:
     """Check shapes, dtypes and strides of one batch (host data only)."""
     shape = inputs.q.shape
-    _require(
-        len(shape) == 4 and shape[0] == 1 and shape[3] == HEAD_DIM,
-        f"q has shape {tuple(shape)}; expected [1, tokens, heads, {HEAD_DIM}]",
-    )
-    heads = shape[2]
+    if len(shape) != 4 or shape[0] != 1 or shape[3] != HEAD_DIM:
+        raise ValueError(f"q has shape {tuple(shape)}; expected [1, tokens, heads, {HEAD_DIM}]")
+    heads, rows = shape[2], inputs.num_rows
+    bf16, fp32 = torch.bfloat16, torch.float32
     for name in ("q", "k", "v", "g", "out"):
-        tensor = getattr(inputs, name)
-        _require(tensor.shape == shape, f"{name} has shape {tuple(tensor.shape)}; q has {tuple(shape)}")
-        _require(tensor.dtype == torch.bfloat16, f"{name} is {tensor.dtype}; expected bfloat16")
-    _require(inputs.out.is_contiguous(), "out is not contiguous")
-    _require(
-        inputs.beta.shape == shape[:3] and inputs.beta.dtype == torch.bfloat16,
-        f"beta is {inputs.beta.dtype} {tuple(inputs.beta.shape)}; expected bfloat16 {tuple(shape[:3])}",
-    )
-    _require(
-        inputs.A_log.shape == (heads,) and inputs.A_log.dtype == torch.float32,
-        f"A_log is {inputs.A_log.dtype} {tuple(inputs.A_log.shape)}; expected float32 [{heads}]",
-    )
-    _require(
-        inputs.dt_bias.shape == (heads, HEAD_DIM) and inputs.dt_bias.dtype == torch.float32,
-        f"dt_bias is {inputs.dt_bias.dtype} {tuple(inputs.dt_bias.shape)}; expected float32 [{heads}, {HEAD_DIM}]",
-    )
-    _require(-5.0 <= inputs.lower_bound < 0.0, f"lower_bound is {inputs.lower_bound}; expected a value in [-5, 0)")
+        _check_tensor(name, getattr(inputs, name), bf16, shape)
+    if not inputs.out.is_contiguous():
+        raise ValueError("out is not contiguous")
+    _check_tensor("beta", inputs.beta, bf16, shape[:3])
+    _check_tensor("A_log", inputs.A_log, fp32, (heads,))
+    _check_tensor("dt_bias", inputs.dt_bias, fp32, (heads, HEAD_DIM))
+    if not -5.0 <= inputs.lower_bound < 0.0:
+        raise ValueError(f"lower_bound is {inputs.lower_bound}; expected a value in [-5, 0)")
     pool = inputs.state_pool
-    _require(
-        pool.dtype == torch.float32 and pool.shape[1:] == (heads, HEAD_DIM, HEAD_DIM),
-        f"state_pool is {pool.dtype} {tuple(pool.shape)}; expected float32 [slots, {heads}, {HEAD_DIM}, {HEAD_DIM}]",
-    )
-    _require(
-        pool.stride()[1:] == (HEAD_DIM * HEAD_DIM, HEAD_DIM, 1),
-        f"state_pool has strides {pool.stride()}; each slot must be contiguous",
-    )
-    rows = inputs.num_rows
-    for name, dtype, size in (
-        ("cu_seqlens", torch.int32, rows + 1),
-        ("state_indices", torch.int32, rows),
-        ("has_initial_state", torch.bool, rows),
-    ):
-        tensor = getattr(inputs, name)
-        _require(
-            tensor.dtype == dtype and tensor.shape == (size,),
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected {dtype} [{size}]",
-        )
+    _check_tensor("state_pool", pool, fp32, (pool.shape[0], heads, HEAD_DIM, HEAD_DIM))
+    if pool.stride()[1:] != (HEAD_DIM * HEAD_DIM, HEAD_DIM, 1):
+        raise ValueError(f"state_pool has strides {pool.stride()}; each slot must be contiguous")
+    _check_tensor("cu_seqlens", inputs.cu_seqlens, torch.int32, (rows + 1,))
+    _check_tensor("state_indices", inputs.state_indices, torch.int32, (rows,))
+    _check_tensor("has_initial_state", inputs.has_initial_state, torch.bool, (rows,))
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != dtype or tensor.shape != shape:
+        raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected {dtype} {tuple(shape)}")
 
 
 def validate_targets(targets: CheckpointTargets, num_rows: int, pool_slots: int, num_tokens: int) -> None:
     """Check the host copies of the checkpoint metadata: all of it, before anything is written."""
-    for name in ("offsets", "slots"):
-        tensor = getattr(targets, name)
-        _require(
-            tensor.dtype == torch.int32 and tensor.shape == (num_rows, MAX_CHECKPOINTS),
-            f"checkpoint {name} are {tensor.dtype} {tuple(tensor.shape)}; "
-            f"expected int32 [{num_rows}, {MAX_CHECKPOINTS}]",
-        )
-    host_slots = targets.host_slots
-    _require(
-        len(targets.host_offsets) == len(targets.query_lens) == num_rows
-        and (host_slots is None or len(host_slots) == num_rows),
-        f"host checkpoint metadata does not cover {num_rows} rows",
-    )
-    lengths = [_integer("query length", row, value) for row, value in enumerate(targets.query_lens)]
-    for row, length in enumerate(lengths):
-        _require(length >= 0, f"row {row}: query length {length} is negative")
-    _require(sum(lengths) <= num_tokens, f"query lengths sum to {sum(lengths)}; the batch has {num_tokens} tokens")
-    running = set(targets.host_state_indices or ())
-    owner: dict[int, int] = {}
+    _check_tensor("checkpoint offsets", targets.offsets, torch.int32, (num_rows, MAX_CHECKPOINTS))
+    _check_tensor("checkpoint slots", targets.slots, torch.int32, (num_rows, MAX_CHECKPOINTS))
+    counts = [len(targets.host_offsets), len(targets.query_lens)]
+    if targets.host_slots is not None:
+        counts.append(len(targets.host_slots))
+    if any(count != num_rows for count in counts):
+        raise ValueError(f"host checkpoint metadata does not cover {num_rows} rows")
+    total = 0
+    for row, value in enumerate(targets.query_lens):
+        length = _integer("query length", row, value)
+        if length < 0:
+            raise ValueError(f"row {row}: query length {length} is negative")
+        total += length
+    if total > num_tokens:
+        raise ValueError(f"query lengths sum to {total}; the batch has {num_tokens} tokens")
     for row, offsets in enumerate(targets.host_offsets):
-        _check_offsets(row, offsets, lengths[row])
-        if host_slots is None:
-            continue
-        slots = host_slots[row]
-        _require(
-            len(slots) == len(offsets),
-            f"row {row}: {len(slots)} checkpoint slots for {len(offsets)} checkpoint offsets",
-        )
-        for offset, value in zip(offsets, slots, strict=True):
-            slot = _integer("checkpoint slot", row, value)
-            _require(
-                (offset != 0) == (slot != 0),
-                f"row {row}: checkpoint offset {offset} with slot {slot}; both must be set or both 0",
-            )
-            if slot == 0:
-                continue
-            _require(
-                0 < slot < pool_slots,
-                f"row {row}: checkpoint slot {slot} is outside the pool of {pool_slots} slots",
-            )
-            _require(slot not in owner, f"row {row}: checkpoint slot {slot} is already taken by row {owner.get(slot)}")
-            _require(slot not in running, f"row {row}: checkpoint slot {slot} is a row's running state")
-            owner[slot] = row
+        _check_offsets(row, offsets, targets.query_lens[row])
+    if targets.host_slots is not None:
+        _check_slots(targets, pool_slots)
 
 
 def _check_offsets(row: int, offsets: Sequence[int], length: int) -> None:
-    _require(
-        len(offsets) <= MAX_CHECKPOINTS,
-        f"row {row}: {len(offsets)} checkpoints; at most {MAX_CHECKPOINTS} fit one launch",
-    )
+    if len(offsets) > MAX_CHECKPOINTS:
+        raise ValueError(f"row {row}: {len(offsets)} checkpoints; at most {MAX_CHECKPOINTS} fit one launch")
     seen: set[int] = set()
     for value in offsets:
         offset = _integer("checkpoint offset", row, value)
         if offset == 0:
             continue
-        _require(
-            0 < offset < length,
-            f"row {row}: checkpoint offset {offset} is not inside the row of {length} tokens",
-        )
-        _require(offset % CHUNK == 0, f"row {row}: checkpoint offset {offset} is not a multiple of {CHUNK} tokens")
-        _require(offset not in seen, f"row {row}: checkpoint offset {offset} is given twice")
+        if not 0 < offset < length:
+            raise ValueError(f"row {row}: checkpoint offset {offset} is not inside the row of {length} tokens")
+        if offset % CHUNK:
+            raise ValueError(f"row {row}: checkpoint offset {offset} is not a multiple of {CHUNK} tokens")
+        if offset in seen:
+            raise ValueError(f"row {row}: checkpoint offset {offset} is given twice")
         seen.add(offset)
 
 
+def _check_slots(targets: CheckpointTargets, pool_slots: int) -> None:
+    assert targets.host_slots is not None
+    running = set(targets.host_state_indices or ())
+    owner: dict[int, int] = {}
+    for row, (offsets, slots) in enumerate(zip(targets.host_offsets, targets.host_slots, strict=True)):
+        if len(slots) != len(offsets):
+            raise ValueError(f"row {row}: {len(slots)} checkpoint slots for {len(offsets)} checkpoint offsets")
+        for offset, value in zip(offsets, slots, strict=True):
+            slot = _integer("checkpoint slot", row, value)
+            if (offset != 0) != (slot != 0):
+                raise ValueError(f"row {row}: checkpoint offset {offset} with slot {slot}; both must be set or both 0")
+            if slot == 0:
+                continue
+            if not 0 < slot < pool_slots:
+                raise ValueError(f"row {row}: checkpoint slot {slot} is outside the pool of {pool_slots} slots")
+            if slot in owner:
+                raise ValueError(f"row {row}: checkpoint slot {slot} is already taken by row {owner[slot]}")
+            if slot in running:
+                raise ValueError(f"row {row}: checkpoint slot {slot} is a row's running state")
+            owner[slot] = row
+
+
 def _integer(what: str, row: int, value: object) -> int:
+    if type(value) is int:
+        return value
     try:
         number = as_integer(value)  # type: ignore[arg-type]
     except TypeError:
         number = None
-    _require(number is not None and not isinstance(value, bool), f"row {row}: {what} {value!r} is not an integer")
-    assert number is not None
+    if number is None or isinstance(value, bool):
+        raise ValueError(f"row {row}: {what} {value!r} is not an integer")
     return number
