@@ -213,7 +213,7 @@ class ShadowWorker:
                 raise Fault(f"{request_id} starts at {row.computed} from page {page}, which holds another state")
 
     def _read_kv(self, request_id: str, start: int) -> None:
-        """Attention sees the KV of all tokens before the query; KV of the same step is written before, layer by layer."""
+        """Attention sees the KV of all tokens before the query, also of this step: in a layer, KV comes first."""
         row = self.rows[request_id]
         for group in self.attention:
             size, table = self.managers[group].block_size, row.table[group]
@@ -339,8 +339,24 @@ class ShadowWorker:
 
     def check_pool(self) -> None:
         """Reference counts, free lists, tiers and tables agree."""
-        manager = self.scheduler.kv_cache_manager
-        pool = manager.block_pool
+        pool = self.scheduler.kv_cache_manager.block_pool
+        owners = self._check_tables()
+        if self.scheduler.deferred_frees:
+            return
+        for block in pool.blocks[1:]:
+            if block.ref_cnt != owners.get(block.block_id, 0):
+                raise Fault(
+                    f"page {block.block_id}: {block.ref_cnt} references, {owners.get(block.block_id, 0)} owners"
+                )
+        free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+        unused = {block.block_id for block in pool.blocks[1:] if not block.ref_cnt}
+        if len(free) != pool.get_num_free_blocks() or set(free) != unused:
+            raise Fault("the free list is not the set of pages without a reference")
+        if isinstance(pool.free_block_queue, TieredFreeQueue):
+            self._check_tiers(pool.free_block_queue, pool.blocks)
+
+    def _check_tables(self) -> dict[int, int]:
+        """No page is in two columns of a request or in two groups; pages with the number of their owners."""
         owners: dict[int, int] = {}
         for single in self.managers:
             for request_id, blocks in single.req_to_blocks.items():
@@ -355,20 +371,7 @@ class ShadowWorker:
                 for block in blocks:
                     if not block.is_null and groups.setdefault(block.block_id, group) != group:
                         raise Fault(f"page {block.block_id} is in two KV cache groups")
-        if self.scheduler.deferred_frees:
-            return
-        for block in pool.blocks[1:]:
-            if block.ref_cnt != owners.get(block.block_id, 0):
-                raise Fault(
-                    f"page {block.block_id}: {block.ref_cnt} references, {owners.get(block.block_id, 0)} owners"
-                )
-        free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
-        if len(free) != pool.get_num_free_blocks() or set(free) != {
-            b.block_id for b in pool.blocks[1:] if not b.ref_cnt
-        }:
-            raise Fault("the free list is not the set of pages without a reference")
-        if isinstance(pool.free_block_queue, TieredFreeQueue):
-            self._check_tiers(pool.free_block_queue, pool.blocks)
+        return owners
 
     def _check_tiers(self, queue: TieredFreeQueue, blocks: list[Any]) -> None:
         if queue._tier[0] != Tier.IN_USE:
@@ -416,15 +419,16 @@ def retained(engine: Engine, request: Request) -> list[int]:
     ]
 
 
-@dataclass
 class Tools:
     """The helpers of this file, for tests cannot import it."""
 
-    ShadowWorker: type[ShadowWorker] = ShadowWorker
-    Fault: type[Fault] = Fault
-    retained: Callable[[Engine, Request], list[int]] = staticmethod(retained)
+    ShadowWorker = ShadowWorker
+    Fault = Fault
+    entries = staticmethod(entries)
+    retained = staticmethod(retained)
 
 
 @pytest.fixture(scope="session")
 def states() -> Tools:
+    """Helpers that look into pages and entries."""
     return Tools()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import pytest
+
+from vllm.v1.core.tiered_free_queue import TieredFreeQueue
 from vllm_kda_prefill.planning import Arm, Engine, Layout
 
 PAGE = 16
@@ -61,3 +64,33 @@ def cached_tokens(layout: Layout, arm: Arm, seed: int, branching: float = 0.35, 
                 seen.add(new.req_id)
                 cached += new.num_computed_tokens
     return cached
+
+
+@pytest.mark.parametrize("dcp, mtp", [(1, 0), (4, 3)])
+@pytest.mark.parametrize("pages", [120, 250, 800])
+def test_cached_tokens_are_not_below_stocks(pages: int, dcp: int, mtp: int) -> None:
+    """From a pool that holds two requests to one that holds a dozen, conversations one turn at a time."""
+    layout = Layout(attention_block=PAGE, mamba_block=PAGE, dcp=dcp, mtp=mtp, budget=256, num_pages=pages)
+    stock = [cached_tokens(layout, "stock", seed, branching=0.7) for seed in range(3)]
+    coalesced = [cached_tokens(layout, "coalesced", seed, branching=0.7) for seed in range(3)]
+    assert sum(coalesced) >= sum(stock)
+    assert all(ours >= 0.99 * theirs for ours, theirs in zip(coalesced, stock, strict=True))
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+@pytest.mark.parametrize("dcp, mtp", [(1, 0), (4, 3)])
+def test_cached_tokens_are_well_above_stocks_with_room(dcp: int, mtp: int, concurrency: int) -> None:
+    layout = Layout(attention_block=PAGE, mamba_block=PAGE, dcp=dcp, mtp=mtp, budget=256, num_pages=5000)
+    stock = sum(cached_tokens(layout, "stock", seed, 0.7, concurrency) for seed in range(3))
+    coalesced = sum(cached_tokens(layout, "coalesced", seed, 0.7, concurrency) for seed in range(3))
+    assert coalesced >= 1.15 * stock
+
+
+def test_rungs_in_the_first_class_would_push_out_better_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the second class is for: without it, a small pool caches less."""
+    layout = Layout(attention_block=PAGE, mamba_block=PAGE, budget=256, num_pages=120)
+    with_classes = sum(cached_tokens(layout, "coalesced", seed) for seed in range(3))
+    monkeypatch.setattr(TieredFreeQueue, "mark_second_class", lambda queue, block: None)
+    monkeypatch.setattr(TieredFreeQueue, "has_spare", lambda queue, count: True)
+    without = sum(cached_tokens(layout, "coalesced", seed) for seed in range(3))
+    assert without < 0.97 * with_classes

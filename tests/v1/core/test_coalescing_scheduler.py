@@ -226,7 +226,7 @@ class TestHits:
         prefill(engine, "a", words(8192))
         while evict_states(engine):
             pass
-        request, spans = prefill(engine, "b", words(6500) + words(1692, 50_000))
+        _request, spans = prefill(engine, "b", words(6500) + words(1692, 50_000))
         junction = engine.scheduler.retention.grid.floor(6500)
         assert [span[:2] for span in spans] == [(0, 8192)]
         assert junction in spans[0][2]

@@ -1,0 +1,129 @@
+"""Two faults of stock vLLM 0.33.0, each in its smallest case: stock has it, the coalescing scheduler has not.
+
+The label-checking worker of conftest.py raises where a request reads, or the prefix cache promises, something that
+was never computed. docs/upstream.md tells both in plain words.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vllm.v1.core.coalescing_kv_cache_manager import CoalescingKVCacheManager
+from vllm.v1.core.kv_cache_utils import get_group_id
+from vllm_kda_prefill.planning import Arm, Engine, Layout
+
+
+def words(count: int, first: int = 0) -> list[int]:
+    return list(range(first, first + count))
+
+
+def copy_of_an_unwritten_block(arm: Arm, states: Any) -> list[dict[str, int]]:
+    """A state outlives its attention blocks; one step writes them again and copies the last one for a hit."""
+    worker = states.ShadowWorker(Engine.build(Layout(dcp=4, budget=16384), arm))
+    worker.add("a", words(3000))
+    worker.run()
+    pool = worker.scheduler.kv_cache_manager.block_pool
+    attention = {block.block_id for key, block in states.entries(pool) if get_group_id(key) == 0}
+    pool.evict_blocks(attention)
+    worker.add("b", words(5000))
+    worker.add("c", words(4200) + words(300, 60_000))
+    steps = []
+    while worker.scheduler.requests:
+        answer = worker.step()
+        steps.append(dict(answer.output.num_scheduled_tokens))
+        worker.deliver(answer)
+    return steps
+
+
+def preemption_inside_a_step(arm: Arm, states: Any) -> list[dict[str, int]]:
+    """An urgent request needs a page right after a chunk was allocated to the request that has to give way."""
+    layout = Layout(budget=2048, long_prefill_threshold=512, num_pages=14, scheduling="priority")
+    worker = states.ShadowWorker(Engine.build(layout, arm))
+    worker.add("victim", words(5000), priority=5)
+    worker.deliver(worker.step())
+    worker.add("urgent", words(510, 90_000), max_tokens=8, priority=0)
+    steps = []
+    for _ in range(8):
+        answer = worker.step()
+        steps.append(dict(answer.output.num_scheduled_tokens))
+        worker.deliver(answer)
+    assert worker.requests["victim"].num_preemptions == 1
+    return steps
+
+
+class TestCopyOfAnUnwrittenBlock:
+    def test_stock_copies_it(self, states: Any) -> None:
+        with pytest.raises(states.Fault, match=r"c attends to token 2048 in page .*: not its KV"):
+            copy_of_an_unwritten_block("stock", states)
+
+    def test_the_hit_waits_for_the_next_step(self, states: Any) -> None:
+        assert copy_of_an_unwritten_block("coalesced", states) == [{"b": 5000}, {"c": 404}]
+
+    def test_fails_without_the_guard(self, states: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(CoalescingKVCacheManager, "_copies_unwritten_block", lambda *args: False)
+        with pytest.raises(states.Fault, match="c attends to token 2048"):
+            copy_of_an_unwritten_block("coalesced", states)
+
+    def test_a_block_written_beyond_the_hit_is_copied_at_once(self, states: Any) -> None:
+        """No more waiting than needed: the copied part was written in an earlier step."""
+        worker = states.ShadowWorker(Engine.build(Layout(dcp=4, budget=4096)))
+        worker.add("a", words(3000))
+        worker.run()
+        worker.add("b", words(3000) + words(800, 50_000))
+        worker.add("c", words(3000) + words(800, 70_000))
+        answer = worker.step()
+        assert answer.output.num_scheduled_tokens == {"b": 1240, "c": 1240}
+        assert len(answer.output.kv_cache_block_copies or ()) == 2
+
+
+class TestPreemptionInsideAStep:
+    def test_stock_keeps_entries_that_nobody_writes(self, states: Any) -> None:
+        with pytest.raises(states.Fault, match=r"is cached (up to|as the state after) \d+"):
+            preemption_inside_a_step("stock", states)
+
+    def test_they_are_withdrawn(self, states: Any) -> None:
+        assert preemption_inside_a_step("coalesced", states)
+
+    def test_fails_without_the_guard(self, states: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(CoalescingKVCacheManager, "withdraw_unwritten", lambda manager, request: None)
+        with pytest.raises(states.Fault, match=r"is cached (up to|as the state after) \d+"):
+            preemption_inside_a_step("coalesced", states)
+
+    def test_entries_of_earlier_steps_stay(self, states: Any) -> None:
+        layout = Layout(budget=2048, long_prefill_threshold=512, num_pages=14, scheduling="priority")
+        worker = states.ShadowWorker(Engine.build(layout))
+        victim = worker.add("victim", words(5000), priority=5)
+        worker.deliver(worker.step())
+        computed = victim.num_computed_tokens
+        manager = worker.scheduler.kv_cache_manager
+        manager.withdraw_unwritten(victim)
+        cached = [block.block_hash_num_tokens for _, block in states.entries(manager.block_pool)]
+        assert max(cached) == computed
+
+
+class TestPageInsideHit:
+    """A third one, where a Mamba page is wider than a hash block: a hit inside the page, then a long tail."""
+
+    def run(self, worker: Any) -> list[dict[str, int]]:
+        worker.add("a", words(600))
+        worker.run()
+        worker.add("b", words(600) + words(5000, 50_000))
+        steps = []
+        while worker.scheduler.requests:
+            answer = worker.step()
+            steps.append(dict(answer.output.num_scheduled_tokens))
+            worker.deliver(answer)
+        return steps
+
+    layout = Layout(attention_block=512, mamba_block=1024, retention_interval=None)
+
+    def test_a_resumed_page_is_filled_before_the_query_goes_on(self, states: Any) -> None:
+        worker = states.ShadowWorker(Engine.build(self.layout))
+        assert self.run(worker) == [{"b": 512}, {"b": 4576}]
+
+    def test_stock_publishes_the_state_it_resumed_from_as_the_pages_end(self, states: Any) -> None:
+        worker = states.ShadowWorker(Engine.build(self.layout, "stock"))
+        with pytest.raises(states.Fault, match="is cached as the state after 1024 tokens; it is not"):
+            self.run(worker)
