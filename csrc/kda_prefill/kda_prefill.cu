@@ -50,6 +50,12 @@ extern "C" {
 
 int kda_prefill_params_bytes() { return sizeof(kda::Params); }
 
+// 0 when this library holds code for the current device.
+int kda_prefill_check() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, kda::prepare_kernel);
+}
+
 int kda_prefill_record_bytes() { return kda::kRecordBytes; }
 
 int kda_prefill_launch(const kda::Params* params, int large_shared, void* stream) {

@@ -77,7 +77,7 @@ class FakePackage:
 
 
 def test_segments_over_the_package_match_the_reference(batch_factory):
-    lens, offsets = [50, 96, 20], [[32], [16, 32, 48, 80], []]
+    lens, offsets = [20, 70, 5], [[16], [16, 32, 48, 64], []]
     launcher = B12xLauncher(num_heads=2, max_num_tokens=256, max_num_seqs=4, device="cpu", op=FakePackage())
     op = SegmentedKDAPrefill(launcher, num_heads=2, max_num_tokens=256, max_num_seqs=4)
     batch = batch_factory(lens, offsets)

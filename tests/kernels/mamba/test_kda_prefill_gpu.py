@@ -192,6 +192,31 @@ def test_native_resumes_from_an_exported_state_without_a_trace(batch_factory, ga
         assert torch.equal(batch.pool[slot], batch.pool[1])
 
 
+def test_strided_metadata_is_understood(provider, batch_factory):
+    """State indices may be a column of a block table, checkpoint tables a part of a wider one."""
+    batch = batch_factory([100, 64], [[32, 64], [16]], heads=HEADS, device="cuda")
+    op = build(provider)
+    op.run(batch.inputs, batch.targets)
+
+    def column(tensor):
+        return torch.stack([tensor, torch.zeros_like(tensor)], -1)[..., 0]
+
+    targets = dataclasses.replace(
+        batch.targets, offsets=column(batch.targets.offsets), slots=column(batch.targets.slots)
+    )
+    inputs = dataclasses.replace(
+        batch.inputs,
+        state_indices=column(batch.inputs.state_indices),
+        has_initial_state=column(batch.inputs.has_initial_state),
+        state_pool=batch.pool_before.clone(),
+        out=torch.empty_like(batch.out),
+    )
+    assert not inputs.state_indices.is_contiguous()
+    op.run(inputs, targets)
+    assert torch.equal(inputs.out, batch.out)
+    assert torch.equal(inputs.state_pool, batch.pool)
+
+
 def test_strided_activations_are_read_in_place(batch_factory):
     batch = batch_factory([300], [[64, 128]], heads=HEADS, device="cuda")
     x = batch.inputs

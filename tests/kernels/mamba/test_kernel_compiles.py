@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import subprocess
 
 import pytest
 
-from vllm.model_executor.layers.mamba.ops.kda_prefill import build
+from vllm.model_executor.layers.mamba.ops.kda_prefill import build, native
 
 NVCC = build.find_nvcc()
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc; none under CUDA_HOME, PATH or /usr/local/cuda")
@@ -43,6 +44,18 @@ def test_a_compiler_error_is_reported(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="nvcc failed on the native KDA prefill kernel"):
         build.build(["9.0a"], tmp_path / "kernel.so")
     assert not list(tmp_path.glob("*.so"))
+
+
+@needs_nvcc
+def test_the_launcher_and_the_library_agree(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    path = build.compiled_library((9, 0))
+    assert path.is_relative_to(tmp_path)
+    assert build.compiled_library((9, 0)) == path
+    library = native._open(path)
+    assert library.kda_prefill_params_bytes() == ctypes.sizeof(native._Params)
+    # One record a chunk of 64 tokens: four operands of 64 x 128, ten 16 x 16 products, the decay.
+    assert library.kda_prefill_record_bytes() == 2 * (4 * 64 * 128 + 10 * 16 * 16) + 4 * 128
 
 
 def test_build_without_nvcc_says_what_to_do(monkeypatch, tmp_path):

@@ -74,12 +74,14 @@ def _row_size(pool: torch.Tensor) -> int:
 
 def launch_gather(pool: torch.Tensor, slots: torch.Tensor, present: torch.Tensor, out: torch.Tensor) -> None:
     size = _row_size(pool)
+    slots, present = slots.contiguous(), present.contiguous()
     grid = (triton.cdiv(size, _BLOCK), slots.numel())
     _gather_kernel[grid](pool, slots, present.view(torch.uint8), out, pool.stride(0), pool.shape[0], size, _BLOCK)
 
 
 def launch_scatter(pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
     size = _row_size(pool)
+    slots = slots.contiguous()
     grid = (triton.cdiv(size, _BLOCK), slots.numel())
     _scatter_kernel[grid](pool, slots, rows, pool.stride(0), pool.shape[0], size, _BLOCK)
 
@@ -98,9 +100,9 @@ def launch_conv_history(
     _conv_history_kernel[grid](
         raw_qkv,
         conv_pool,
-        cu_seqlens,
-        targets.offsets,
-        targets.slots,
+        cu_seqlens.contiguous(),
+        targets.offsets.contiguous(),
+        targets.slots.contiguous(),
         cu_seqlens if token_indices is None else token_indices,
         raw_qkv.stride(0),
         raw_qkv.stride(1),

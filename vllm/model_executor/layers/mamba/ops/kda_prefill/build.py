@@ -83,14 +83,16 @@ def build(archs: Sequence[str] | None = None, output: Path | None = None) -> Pat
     return output
 
 
-def library_for(capability: tuple[int, int]) -> Path:
-    """The library to load on a GPU of ``capability``: the installed one, else one compiled and cached."""
-    installed = PACKAGE / LIBRARY_NAME
-    if installed.is_file():
-        return installed
-    folder = source_dir()
+def installed_library() -> Path | None:
+    """The library that was built ahead of time, if any; it may lack code for the GPU at hand."""
+    path = PACKAGE / LIBRARY_NAME
+    return path if path.is_file() else None
+
+
+def compiled_library(capability: tuple[int, int]) -> Path:
+    """A library for a GPU of ``capability`` and these sources: from the cache folder, else compiled into it."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.cu*")):
+    for path in sorted(source_dir().glob("*.cu*")):
         digest.update(path.read_bytes())
     root = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser()
     arch = f"{capability[0]}.{capability[1]}a"

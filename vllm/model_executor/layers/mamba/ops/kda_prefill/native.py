@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -16,7 +17,7 @@ from .base import (
     KDAPrefillInputs,
     WorkspaceSpec,
 )
-from .build import library_for
+from .build import compiled_library, installed_library
 
 CHUNK_TOKENS = 64
 # The workspace holds all heads of a batch with this many rows; batches of more rows run their heads in turns.
@@ -44,12 +45,30 @@ class _Params(ctypes.Structure):
 
 @cache
 def _library(capability: tuple[int, int]) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(library_for(capability)))
+    """The library built ahead of time where it has code for this GPU, else one compiled on first use."""
+    installed = installed_library()
+    if installed is not None:
+        library = _open(installed)
+        if library.kda_prefill_check() == 0:
+            return library
+    library = _open(compiled_library(capability))
+    code = library.kda_prefill_check()
+    if code:
+        raise RuntimeError(f"the native KDA prefill kernel cannot run here: {_message(library, code)}")
+    return library
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
     library.kda_prefill_error_string.restype = ctypes.c_char_p
     library.kda_prefill_launch.argtypes = [ctypes.POINTER(_Params), ctypes.c_int, ctypes.c_void_p]
     if library.kda_prefill_params_bytes() != ctypes.sizeof(_Params):
-        raise RuntimeError("the native KDA prefill library does not match this version of its launcher")
+        raise RuntimeError(f"{path} does not match this version of its launcher; remove it")
     return library
+
+
+def _message(library: ctypes.CDLL, code: int) -> str:
+    return library.kda_prefill_error_string(code).decode()
 
 
 def max_chunks(num_tokens: int, num_rows: int, checkpoints: bool) -> int:
@@ -105,6 +124,9 @@ class NativeKDAPrefill(KDAPrefill):
         pool = inputs.state_pool
         if pool.stride(0) % 4 or pool.data_ptr() % 16:
             raise ValueError(f"state_pool's slots (stride {pool.stride(0)}) are not at 16-byte boundaries")
+        for tensor in (targets.offsets, targets.slots) if targets is not None else ():
+            if tensor.is_contiguous() and tensor.data_ptr() % 16:
+                raise ValueError("checkpoint offsets and slots do not start at 16-byte boundaries")
         chunks = max_chunks(inputs.q.shape[1], inputs.num_rows, targets is not None)
         if chunks > self._records:
             raise ValueError(
@@ -120,22 +142,23 @@ class NativeKDAPrefill(KDAPrefill):
     ) -> None:
         if inputs.num_rows == 0:
             return
-        # The copies, if any, live until the launch is on the stream.
+        # Copies are made only of what the kernel cannot read in place; they live until it is on the stream.
         operands = {name: _strided(getattr(inputs, name)) for name in ("q", "k", "v", "g")}
-        beta = inputs.beta if inputs.beta.stride(2) == 1 else inputs.beta.contiguous()
+        operands["beta"] = inputs.beta if inputs.beta.stride(2) == 1 else inputs.beta.contiguous()
+        dense = {
+            "a_log": inputs.A_log,
+            "dt_bias": inputs.dt_bias,
+            "cu_seqlens": inputs.cu_seqlens,
+            "state_indices": inputs.state_indices,
+            "has_initial_state": inputs.has_initial_state,
+        }
+        if targets is not None:
+            dense |= {"checkpoint_offsets": targets.offsets, "checkpoint_slots": targets.slots}
+        dense = {name: tensor.contiguous() for name, tensor in dense.items()}
         heads = inputs.q.shape[2]
         params = _Params(
-            **{name: tensor.data_ptr() for name, tensor in operands.items()},
+            **{name: tensor.data_ptr() for name, tensor in (operands | dense).items()},
             **{f"{name}_stride": tensor.stride(1) for name, tensor in operands.items()},
-            beta=beta.data_ptr(),
-            beta_stride=beta.stride(1),
-            a_log=inputs.A_log.data_ptr(),
-            dt_bias=inputs.dt_bias.data_ptr(),
-            cu_seqlens=inputs.cu_seqlens.data_ptr(),
-            state_indices=inputs.state_indices.data_ptr(),
-            has_initial_state=inputs.has_initial_state.data_ptr(),
-            checkpoint_offsets=None if targets is None else targets.offsets.data_ptr(),
-            checkpoint_slots=None if targets is None else targets.slots.data_ptr(),
             state_pool=inputs.state_pool.data_ptr(),
             slot_stride=inputs.state_pool.stride(0),
             num_slots=inputs.state_pool.shape[0],
@@ -157,8 +180,7 @@ class NativeKDAPrefill(KDAPrefill):
             )
             code = self._library.kda_prefill_launch(ctypes.byref(params), self._large_shared, stream)
             if code:
-                reason = self._library.kda_prefill_error_string(code).decode()
-                raise RuntimeError(f"the native KDA prefill kernel failed to launch: {reason}")
+                raise RuntimeError(f"the native KDA prefill kernel failed to launch: {_message(self._library, code)}")
 
 
 def _strided(tensor: torch.Tensor) -> torch.Tensor:
