@@ -14,8 +14,19 @@ from vllm.v1.worker.prefill_plan_rows import plans_of
 class CoalescingWorker(Worker):
     """vLLM's GPU worker with the one thing its model runner does not hand to a model state: the plans."""
 
+    _warming_up = False
+
+    def compile_or_warm_up_model(self) -> Any:
+        # Warm-up executes scheduler outputs of the worker's own making: no scheduler planned them.
+        self._warming_up = True
+        try:
+            return super().compile_or_warm_up_model()
+        finally:
+            self._warming_up = False
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        model_state = self.model_runner.model_state  # type: ignore[attr-defined]  # the V2 runner's
-        assert isinstance(model_state, CheckpointedMambaHybridModelState)
-        model_state.set_plans(plans_of(scheduler_output))
+        if not self._warming_up:
+            model_state = self.model_runner.model_state  # type: ignore[attr-defined]  # the V2 runner's
+            assert isinstance(model_state, CheckpointedMambaHybridModelState)
+            model_state.set_plans(plans_of(scheduler_output))
         return super().execute_model(scheduler_output)

@@ -1,0 +1,43 @@
+"""The worker hands every real step's plans on, and knows vLLM's warm-up from a step without plans."""
+
+import pytest
+
+gpu_worker = pytest.importorskip("vllm.v1.worker.gpu_worker", reason="stock's GPU worker does not import here")
+
+from types import SimpleNamespace  # noqa: E402
+
+from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE  # noqa: E402
+from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
+from vllm.v1.worker.coalescing_worker import CoalescingWorker  # noqa: E402
+from vllm.v1.worker.gpu.model_states.checkpointed_mamba_hybrid import (  # noqa: E402
+    CheckpointedMambaHybridModelState,
+)
+from vllm.v1.worker.prefill_plan_rows import PlanMismatchError  # noqa: E402
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    worker = CoalescingWorker.__new__(CoalescingWorker)
+    state = CheckpointedMambaHybridModelState.__new__(CheckpointedMambaHybridModelState)
+    worker.model_runner = SimpleNamespace(model_state=state)
+    monkeypatch.setattr(gpu_worker.Worker, "execute_model", lambda self, output: "done")
+    monkeypatch.setattr(
+        gpu_worker.Worker,
+        "compile_or_warm_up_model",
+        lambda self: self.execute_model(SchedulerOutput.make_empty()),
+    )
+    return worker
+
+
+def test_a_steps_plans_reach_the_model_state(worker):
+    output = SchedulerOutput.make_empty()
+    setattr(output, PLANS_ATTRIBUTE, {"a": "plan"})
+    assert worker.execute_model(output) == "done"
+    assert worker.model_runner.model_state._plans == {"a": "plan"}
+
+
+def test_warm_up_needs_no_plans_and_a_step_does(worker):
+    assert worker.compile_or_warm_up_model() == "done"
+    assert worker.model_runner.model_state._plans is None
+    with pytest.raises(PlanMismatchError, match="carries no KDA prefill plans"):
+        worker.execute_model(SchedulerOutput.make_empty())
