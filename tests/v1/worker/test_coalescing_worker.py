@@ -19,7 +19,7 @@ from vllm.v1.worker.prefill_plan_rows import PlanMismatchError  # noqa: E402
 def worker(monkeypatch):
     worker = CoalescingWorker.__new__(CoalescingWorker)
     state = CheckpointedMambaHybridModelState.__new__(CheckpointedMambaHybridModelState)
-    worker.model_runner = SimpleNamespace(model_state=state)
+    worker.model_runner = SimpleNamespace(model_state=state)  # type: ignore[assignment]
     monkeypatch.setattr(gpu_worker.Worker, "execute_model", lambda self, output: "done")
     monkeypatch.setattr(
         gpu_worker.Worker,

@@ -24,6 +24,7 @@ def worker(rank, ranks, port, handle, shift, results):
     requests = {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
     ids = list(output.num_scheduled_tokens)
     scheduled = [output.num_scheduled_tokens[request_id] for request_id in ids]
+    mine: object
     try:
         rows = bind_rows(
             plans_of(output),
@@ -34,10 +35,11 @@ def worker(rank, ranks, port, handle, shift, results):
             group_ids=GROUPS,
             num_pages=LAYOUT.num_pages,
         )
+        assert rows is not None
         mine = (ids, rows.offsets.tolist(), {group: rows.slots[group].tolist() for group in GROUPS})
     except RuntimeError as error:
         mine = str(error)
-    everyone = [None] * ranks
+    everyone: list = [None] * ranks
     dist.all_gather_object(everyone, mine)
     results.put((rank, everyone))
     dist.destroy_process_group()

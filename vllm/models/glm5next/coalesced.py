@@ -26,6 +26,7 @@ from vllm.model_executor.layers.mamba.ops.kda_prefill import (
     select_kda_prefill,
 )
 from vllm.model_executor.layers.mamba.ops.kda_prefill.base import WorkspaceSpec
+from vllm.model_executor.layers.mamba.ops.kda_prefill.segmented import SegmentedKDAPrefill
 from vllm.models.glm5next.common.kda import Glm5NextLinearAttention
 from vllm.models.glm5next.common.model import Glm5NextForCausalLM, Glm5NextForConditionalGeneration
 from vllm.platforms import current_platform
@@ -93,31 +94,24 @@ class CoalescedLinearAttention(Glm5NextLinearAttention):
         conv_state: torch.Tensor | None = None,
         recurrent_state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stock's prefill where nothing is exported, else the provider's.
+        """Run the provider, or stock's own call where that is the same kernel and nothing is exported.
 
         Returns:
             The output, and the final state of each row, which stock writes to the row's page once more.
         """
-        if checkpoint is None:
+        if checkpoint is None and isinstance(self.kda_prefill, SegmentedKDAPrefill):
             return super()._flashkda_prefill(q, k, v, g, beta, initial_state, cu_seqlens, out)
-        assert isinstance(checkpoint, PlannedCheckpointMetadata)
-        assert raw_qkv is not None
-        assert conv_state is not None
-        assert recurrent_state is not None
         metadata = self._metadata()
         state_indices, has_initial_state = metadata.non_spec_state_indices_tensor, metadata.has_initial_state
         assert state_indices is not None
         assert has_initial_state is not None
+        assert recurrent_state is not None
         *workspace, workspace_out = current_workspace_manager().get_simultaneous(*self._workspace_specs())
+        if isinstance(self.kda_prefill, SegmentedKDAPrefill):
+            # Its first buffer takes the states that rows start from: stock has just gathered them.
+            workspace.insert(0, initial_state)
         if out is None:
             out = workspace_out[:, : q.shape[1]]
-        targets = CheckpointTargets(
-            offsets=checkpoint.checkpoint_offsets,
-            slots=checkpoint.state_indices,
-            host_offsets=checkpoint.host_offsets,
-            query_lens=checkpoint.host_query_lens,
-            host_slots=checkpoint.host_slots,
-        )
         inputs = KDAPrefillInputs(
             q=q,
             k=k,
@@ -134,15 +128,22 @@ class CoalescedLinearAttention(Glm5NextLinearAttention):
             has_initial_state=has_initial_state,
             out=out,
         )
+        targets = _targets(checkpoint)
         self.kda_prefill.run(inputs, targets, tuple(workspace))
-        export_conv_history(raw_qkv, conv_state, cu_seqlens, targets, self.conv_size - 1)
+        if targets is not None:
+            assert raw_qkv is not None
+            assert conv_state is not None
+            export_conv_history(raw_qkv, conv_state, cu_seqlens, targets, self.conv_size - 1)
         every_row = torch.ones_like(has_initial_state)
         return out, gather_initial_states(recurrent_state, state_indices, every_row)
 
     def _workspace_specs(self) -> tuple[WorkspaceSpec, ...]:
         """The provider's buffers, and the output of a step that also carries draft-verify rows."""
         assert self._flashkda_buffer_specs is not None
-        return (*self.kda_prefill.workspace_specs(), self._flashkda_buffer_specs[-1])
+        specs = self.kda_prefill.workspace_specs()
+        if isinstance(self.kda_prefill, SegmentedKDAPrefill):
+            specs = specs[1:]
+        return (*specs, self._flashkda_buffer_specs[-1])
 
     def reserve_workspace(self) -> None:
         """Grow the shared workspace now: it is locked before the first real prefill."""
@@ -155,6 +156,19 @@ class CoalescedLinearAttention(Glm5NextLinearAttention):
         metadata = attn_metadata[self.prefix]
         assert isinstance(metadata, GDNAttentionMetadata)
         return metadata
+
+
+def _targets(checkpoint: MambaPrefillCheckpointMetadata | None) -> CheckpointTargets | None:
+    if checkpoint is None:
+        return None
+    assert isinstance(checkpoint, PlannedCheckpointMetadata)
+    return CheckpointTargets(
+        offsets=checkpoint.checkpoint_offsets,
+        slots=checkpoint.state_indices,
+        host_offsets=checkpoint.host_offsets,
+        query_lens=checkpoint.host_query_lens,
+        host_slots=checkpoint.host_slots,
+    )
 
 
 def backend_choice(vllm_config: VllmConfig) -> str:
