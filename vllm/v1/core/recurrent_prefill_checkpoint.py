@@ -164,7 +164,8 @@ class LookupGrid:
 
     def is_reachable(self, position: int, num_tokens: int) -> bool:
         """Whether a lookup can return the state at `position` of a prompt of `num_tokens` tokens."""
-        if position <= 0:
+        proof = self.hit_alignment if self.drop_block else self.hash_lookahead
+        if not 0 < position <= num_tokens - proof:
             return False
         if position == self.tail(num_tokens):
             return True

@@ -1,0 +1,193 @@
+"""Grants: which pages an export gets, and that a lookup finds what was retained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vllm.v1.core.kv_cache_utils import get_group_id
+from vllm.v1.core.recurrent_prefill_checkpoint import POLICIES, WantedState
+from vllm_kda_prefill.planning import Engine, Layout
+
+PAGE = 16
+
+
+def words(count: int, first: int = 0) -> list[int]:
+    return list(range(first, first + count))
+
+
+def cached_prompt(engine: Engine, prompt: int) -> list[int]:
+    engine.add("prompt", words(prompt))
+    while engine.scheduler.requests:
+        engine.step()
+    return words(prompt)
+
+
+def hit_of(engine: Engine, tokens: list[int]) -> int:
+    """What vLLM's own lookup returns for a prompt."""
+    request = engine.add("probe", tokens)
+    engine.scheduler.waiting.remove_request(request)
+    del engine.scheduler.requests["probe"]
+    return engine.scheduler.kv_cache_manager.get_computed_blocks(request)[1]
+
+
+class TestReach:
+    @given(
+        dcp=st.sampled_from([1, 2, 4]),
+        mtp_drop=st.sampled_from([(0, False), (3, False), (3, True)]),
+        sizes=st.sampled_from([(PAGE, PAGE), (PAGE, PAGE), (PAGE, 2 * PAGE), (2 * PAGE, PAGE)]),
+        prompt=st.integers(1, 60 * PAGE),
+        interval=st.sampled_from([None, 0]),
+    )
+    @settings(derandomize=True, max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    def test_every_rung_is_what_a_branch_hits(
+        self,
+        dcp: int,
+        mtp_drop: tuple[int, bool],
+        sizes: tuple[int, int],
+        prompt: int,
+        interval: int | None,
+        states: Any,
+    ) -> None:
+        """A request that shares just enough tokens to prove a rung's hash, and then leaves, resumes at the rung."""
+        mtp, drop = mtp_drop
+        layout = Layout(
+            attention_block=sizes[0], mamba_block=sizes[1], dcp=dcp, mtp=mtp, block_drop=drop, budget=256,
+            max_model_len=4096, retention_interval=interval,
+        )  # fmt: skip
+        engine = Engine.build(layout)
+        retention = engine.scheduler.retention
+        tokens = cached_prompt(engine, prompt)
+        rungs = retention.rungs(prompt)
+        for rung in rungs:
+            proof = retention.grid.hit_alignment if drop else retention.grid.hash_lookahead
+            shared = prompt if rung == rungs[-1] else rung + proof
+            branch = tokens[:shared] + words(3 * max(sizes) * dcp, 50_000)
+            assert hit_of(engine, branch) == rung
+        if rungs:
+            assert hit_of(engine, tokens) == rungs[-1]
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    @pytest.mark.parametrize("dcp", [1, 2, 4])
+    @pytest.mark.parametrize("mtp, drop", [(0, False), (3, False), (3, True)])
+    def test_the_grid_knows_what_a_lookup_can_reach(self, dcp: int, mtp: int, drop: bool, policy: Any) -> None:
+        """With a state at every page, the hits of all branches are exactly the reachable positions."""
+        prompt = 600
+        layout = Layout(
+            attention_block=PAGE, mamba_block=PAGE, dcp=dcp, mtp=mtp, block_drop=drop, budget=PAGE, max_seqs=4,
+            retention_interval=None,
+        )  # fmt: skip
+        engine = Engine.build(layout, "coalesced", policy)
+        grid = engine.scheduler.retention.grid
+        tokens = cached_prompt(engine, prompt)
+        hits = {hit_of(engine, tokens[:shared] + words(200, 50_000)) for shared in range(0, prompt + 1)} - {0}
+        assert hits == {p for p in range(PAGE, prompt, PAGE) if grid.is_reachable(p, prompt)}
+
+
+class TestGrant:
+    def engine(self, num_pages: int = 40, groups: int = 1) -> tuple[Engine, Any]:
+        layout = Layout(attention_block=PAGE, mamba_block=PAGE, num_pages=num_pages, budget=256, mamba_groups=groups)
+        engine = Engine.build(layout)
+        return engine, engine.scheduler.kv_cache_manager
+
+    def fill(self, engine: Engine) -> None:
+        """Leave no page without a first-class entry."""
+        pool = engine.scheduler.kv_cache_manager.block_pool
+        blocks = pool.get_new_blocks(pool.get_num_free_blocks())
+        for block in blocks:
+            pool._insert_block_hash(block.block_id.to_bytes(36, "big"), block, num_tokens=PAGE)
+        pool.free_blocks(blocks)
+
+    def test_a_rung_does_not_take_a_first_class_entry(self) -> None:
+        engine, manager = self.engine()
+        self.fill(engine)
+        request = engine.add("a", words(200))
+        before = len(manager.block_pool.cached_block_hash_to_block)
+        assert manager.grant(request, [WantedState(96, first_class=False)]) == ({}, [])
+        assert len(manager.block_pool.cached_block_hash_to_block) == before
+
+    def test_a_tail_takes_the_oldest_entry(self) -> None:
+        engine, manager = self.engine()
+        self.fill(engine)
+        oldest = manager.free_queue.get_all_free_blocks()[0].block_id
+        request = engine.add("a", words(200))
+        granted, blocks = manager.grant(request, [WantedState(192, first_class=True)])
+        assert granted == {192: {1: oldest}}
+        assert [block.ref_cnt for block in blocks] == [1]
+
+    def test_shallow_rungs_go_without_a_page_first(self) -> None:
+        engine, manager = self.engine()
+        self.fill(engine)
+        pool = manager.block_pool
+        pool.evict_blocks({block.block_id for block in manager.free_queue.get_all_free_blocks()[:2]})
+        request = engine.add("a", words(300))
+        wanted = engine.scheduler.retention.wanted(300, 0, 300)[1:]
+        granted, _ = manager.grant(request, wanted)
+        assert [state.position for state in wanted] == [272, 240, 176]
+        assert sorted(granted) == [240, 272]
+
+    def test_every_group_gets_a_page_or_none(self) -> None:
+        engine, manager = self.engine(groups=3)
+        self.fill(engine)
+        pool = manager.block_pool
+        pool.evict_blocks({block.block_id for block in manager.free_queue.get_all_free_blocks()[:5]})
+        request = engine.add("a", words(300))
+        granted, blocks = manager.grant(request, engine.scheduler.retention.wanted(300, 0, 300)[1:])
+        assert {position: sorted(pages) for position, pages in granted.items()} == {272: [1, 2, 3]}
+        assert len(blocks) == 3
+
+    def test_an_older_rung_makes_way_for_a_newer_one(self) -> None:
+        engine, manager = self.engine()
+        self.fill(engine)
+        pool = manager.block_pool
+        spare = manager.free_queue.get_all_free_blocks()[0]
+        pool.evict_blocks({spare.block_id})
+        for name, first in (("a", 0), ("b", 1000)):
+            request = engine.add(name, words(300, first))
+            granted, blocks = manager.grant(request, [WantedState(272, first_class=False)])
+            assert granted == {272: {1: spare.block_id}}
+            pool.free_blocks(blocks)
+
+    def test_what_is_cached_is_not_exported_again(self) -> None:
+        engine, manager = self.engine(200)
+        cached_prompt(engine, 256)
+        request = engine.add("a", words(256))
+        assert manager.grant(request, engine.scheduler.retention.wanted(256, 0, 256)) == ({}, [])
+
+    def test_two_requests_of_a_step_never_share_a_page(self) -> None:
+        """Only second-class pages are spare, and the second request must not take what the first just got."""
+        engine, manager = self.engine(60)
+        self.fill(engine)
+        pool = manager.block_pool
+        pool.evict_blocks({block.block_id for block in manager.free_queue.get_all_free_blocks()[:26]})
+        for name, first in (("a", 0), ("b", 1000)):
+            engine.add(name, words(128, first))
+        plans = engine.scheduler.schedule().kda_prefill_plans
+        assert plans.keys() == {"a", "b"}
+        pages = [page for plan in plans.values() for page in plan.pages[1]]
+        assert len(set(pages)) == len(pages)
+
+    def test_an_export_holds_no_page_after_the_step(self) -> None:
+        engine, manager = self.engine(100)
+        engine.add("a", words(256), max_tokens=5)
+        output = engine.step()
+        for page in output.kda_prefill_plans["a"].pages[1][:-1]:
+            assert manager.block_pool.blocks[page].ref_cnt == 0
+            assert manager.block_pool.blocks[page].block_hash is not None
+
+    def test_exports_are_as_recent_as_their_request(self) -> None:
+        """Entries that were freed while the request ran are evicted before its states."""
+        engine, manager = self.engine(200)
+        tokens = cached_prompt(engine, 256)
+        pool = manager.block_pool
+        cached = [block for block in pool.blocks if block.block_hash is not None]
+        pool.evict_blocks({block.block_id for block in cached if get_group_id(block.block_hash) == 1})
+        engine.add("b", tokens[:100] + words(150, 50_000), max_tokens=3)
+        plan = engine.step().kda_prefill_plans["b"]
+        (junction,) = (page for position, page in zip(plan.positions, plan.pages[1], strict=True) if position == 96)
+        while engine.scheduler.requests:
+            engine.step()
+        assert manager.free_queue.get_all_free_blocks()[-1].block_id == junction
