@@ -47,7 +47,7 @@ class Arm:
             "enable_prefix_caching": True,
             # Several arms share the GPU, so none measures what is free.
             "gpu_memory_utilization": 0.1,
-            "kv_cache_memory_bytes": 6 << 30,
+            "kv_cache_memory_bytes": 4 << 30,
             "enforce_eager": self.eager,
             "max_logprobs": 32,
         }

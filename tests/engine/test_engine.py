@@ -51,12 +51,11 @@ ARMS: dict[str, tuple[Arm, list[dict[str, Any]]]] = {
     "stock": (Arm(False), steps(STOCK_BRANCHES)),
     "stock again": (Arm(False, label="again"), steps(BRANCHES)),
     "flashkda": (Arm(True, backend="flashkda"), steps(BRANCHES)),
-    "native": (Arm(True, backend="native"), steps(BRANCHES)),
-    "graphs": (Arm(True, eager=False, backend="flashkda"), steps(BRANCHES)),
+    "native": (Arm(True, backend="native"), [*steps(BRANCHES), {"reset": True}, *FAULT]),
+    "graphs": (Arm(True, eager=False), steps(BRANCHES)),
     "stock graphs": (Arm(False, eager=False), steps(STOCK_BRANCHES)),
-    "no mtp": (Arm(True, mtp=0, backend="flashkda"), steps(BRANCHES)),
+    "no mtp": (Arm(True, mtp=0), steps(BRANCHES)),
     "stock no mtp": (Arm(False, mtp=0), steps(STOCK_BRANCHES)),
-    "fault": (Arm(True, backend="flashkda", label="fault"), FAULT),
 }
 COALESCED = {"flashkda": "stock", "native": "stock", "graphs": "stock graphs", "no mtp": "stock no mtp"}
 """Coalesced arms, and the stock arm each is compared with."""
@@ -66,9 +65,11 @@ class Run:
     """What one arm answered."""
 
     def __init__(self, results: list[Any]) -> None:
-        *answers, self.summary = [answer[0] if isinstance(answer, list) else answer for answer in results]
+        answers = [answer[0] if isinstance(answer, list) else answer for answer in results]
+        end = len(steps(BRANCHES))
+        self.summary, self.fault = answers[end - 1], answers[end + 1 :]
         self.cold = answers[: len(LENGTHS)]
-        warm = answers[len(LENGTHS) + 2 :]
+        warm = answers[len(LENGTHS) + 2 : end - 1]
         self.hits, self.uncached = warm[: len(BRANCHES)], warm[len(BRANCHES) + 1 :: 2]
 
     def hit_differences(self) -> list[float]:
@@ -86,7 +87,7 @@ class Runs:
         model = write_config(folder / "glm")
         chosen = os.environ.get("KDA_ENGINE_ARMS")
         names = [name.strip() for name in chosen.split(",")] if chosen else list(ARMS)
-        with ThreadPoolExecutor(3) as pool:
+        with ThreadPoolExecutor(5) as pool:
             self._futures = {name: pool.submit(run, ARMS[name][0], model, ARMS[name][1], folder) for name in names}
         for name, future in self._futures.items():
             if not future.exception():
@@ -170,11 +171,11 @@ def test_a_hit_differs_from_an_uncached_run_no_more_than_stocks_hits_do(arm, run
 
 
 def test_a_planted_wrong_state_is_seen(runs):
-    _, zeroed, answers = runs.answers("fault")
-    wrong = difference(answers[0], runs["flashkda"].uncached[1])
+    _, zeroed, answer = runs["native"].fault
+    wrong = difference(answer, runs["native"].uncached[1])
     print(f"\na zeroed state at 7,168 differs by {wrong:.4f}")
     assert zeroed > 0
-    assert answers[0]["cached"] == 7168
+    assert answer["cached"] == 7168
     assert wrong > 2 * max(runs["stock"].hit_differences())
 
 
