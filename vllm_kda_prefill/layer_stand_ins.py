@@ -7,11 +7,12 @@ attention and each recurrent layer, with the sizes that vLLM's page alignment co
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 # The platform first: see there.
-import vllm_kda_prefill.planning_platform  # noqa: F401  # isort: skip
+from vllm_kda_prefill.planning_platform import PlanningPlatform  # isort: skip
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.platforms.interface import DeviceCapability
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAttentionBackendEnum
@@ -32,6 +34,9 @@ STATE_METHODS = (
     "get_mamba_state_shape_from_config",
     "get_mamba_specs_from_config",
 )
+RECURRENT_BLOCK_TYPES: tuple[Literal["mamba", "linear_attention"], ...] = ("mamba", "linear_attention")
+ATTENTION_NAMES = ("attention", "full_attention", "hybrid")
+RECURRENT_NAMES = ("mamba", "linear_attention", "conv", "hybrid")
 SPARSE_MLA_BACKENDS = {
     9: AttentionBackendEnum.FLASHINFER_MLA_SPARSE_SM90,
     10: AttentionBackendEnum.FLASHINFER_MLA_SPARSE,
@@ -73,14 +78,26 @@ def add_layers(vllm_config: VllmConfig, capability: int) -> None:
     Raises:
         ValueError: The model's configuration does not say how many layers of each kind it has.
     """
-    text = vllm_config.model_config.hf_text_config
     with set_current_vllm_config(vllm_config):
         is_glm = vllm_config.model_config.architecture in GLM
         layers = _glm_layers(vllm_config, capability) if is_glm else _generic_layers(vllm_config)
-        context = vllm_config.compilation_config.static_forward_context
-        context |= dict(layers)
-        if not any(isinstance(layer, MambaBase) for layer in context.values()):
-            raise ValueError(f"a {text.model_type} configuration that names no recurrent layers")
+        # The caches of an indexer put themselves there; the rest has to be put.
+        vllm_config.compilation_config.static_forward_context |= dict(layers)
+
+
+@contextmanager
+def as_gpu(capability: int) -> Iterator[None]:
+    """Let kernels that ask the platform for its compute capability see this one."""
+    before = PlanningPlatform.__dict__.get("get_device_capability")
+    answer = classmethod(lambda cls, device_id=0: DeviceCapability(capability, 0))
+    PlanningPlatform.get_device_capability = answer  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        if before is None:
+            del PlanningPlatform.get_device_capability
+        else:
+            PlanningPlatform.get_device_capability = before  # type: ignore[method-assign]
 
 
 def _glm_layers(vllm_config: VllmConfig, capability: int) -> Iterator[tuple[str, AttentionLayerBase]]:
@@ -114,9 +131,7 @@ def _kda_layer(vllm_config: VllmConfig) -> AttentionLayerBase:
     )
 
 
-def _indexed_layers(
-    vllm_config: VllmConfig, capability: int, prefix: str
-) -> Iterator[tuple[str, AttentionLayerBase]]:
+def _indexed_layers(vllm_config: VllmConfig, capability: int, prefix: str) -> Iterator[tuple[str, AttentionLayerBase]]:
     """A sparse MLA layer and its indexer's two caches, in the order of the model's own layers."""
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
     from vllm.models.glm5next.common.attention import Glm5NextIndexerCache, Glm5NextTailCache
@@ -124,13 +139,23 @@ def _indexed_layers(
 
     text, cache_config = vllm_config.model_config.hf_text_config, vllm_config.cache_config
     if text.index_topk is not None:
-        size, pool = text.index_head_dim, text.index_kpool
-        common = {"cache_config": cache_config, "index_kpool": pool}
-        # A scale of four bytes for every 128 bytes.
-        index = f"{prefix}.indexer.k_cache", size + size // 128 * 4, torch.uint8
-        tail = f"{prefix}.indexer.tail_cache", size, torch.bfloat16
-        for cls, (name, head_dim, dtype) in ((Glm5NextIndexerCache, index), (Glm5NextTailCache, tail)):
-            yield name, cls(head_dim=head_dim, dtype=dtype, prefix=name, **common)
+        # A row of the index ends in a scale of four bytes for every 128 values.
+        caches: tuple[tuple[str, Any, int, torch.dtype], ...] = (
+            ("k_cache", Glm5NextIndexerCache, text.index_head_dim + text.index_head_dim // 128 * 4, torch.uint8),
+            ("tail_cache", Glm5NextTailCache, text.index_head_dim, torch.bfloat16),
+        )
+        for name, cls, head_dim, dtype in caches:
+            name = f"{prefix}.indexer.{name}"
+            yield (
+                name,
+                cls(
+                    head_dim=head_dim,
+                    dtype=dtype,
+                    prefix=name,
+                    cache_config=cache_config,
+                    index_kpool=text.index_kpool,
+                ),
+            )
     yield (
         f"{prefix}.mla_attn",
         _without_weights(
@@ -162,10 +187,23 @@ def _generic_layers(vllm_config: VllmConfig) -> Iterator[tuple[str, AttentionLay
 
 
 def _layer_counts(vllm_config: VllmConfig) -> tuple[int, int]:
+    """Attention and recurrent layers: as vLLM counts them, or by the names in the model's configuration.
+
+    Raises:
+        ValueError: Neither says.
+    """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     attention = model.get_num_layers_by_block_type(parallel, "attention")
-    named = sum(model.get_num_layers_by_block_type(parallel, kind) for kind in ("mamba", "linear_attention"))
-    return attention, named or model.get_num_layers(parallel) - attention
+    recurrent = sum(model.get_num_layers_by_block_type(parallel, kind) for kind in RECURRENT_BLOCK_TYPES)
+    text = model.hf_text_config
+    names = getattr(text, "layers_block_type", None) or getattr(text, "layer_types", None) or []
+    attention = attention or sum(name in ATTENTION_NAMES for name in names)
+    recurrent = recurrent or sum(name in RECURRENT_NAMES for name in names)
+    if not attention or not recurrent:
+        raise ValueError(
+            f"its configuration names {attention} attention and {recurrent} recurrent layers: a hybrid model has both"
+        )
+    return attention, recurrent
 
 
 class _Attention(AttentionLayerBase):
@@ -180,7 +218,7 @@ class _Attention(AttentionLayerBase):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         model, cache_config = vllm_config.model_config, vllm_config.cache_config
         name = cache_config.cache_dtype
-        spec = {
+        spec: dict[str, Any] = {
             "block_size": cache_config.block_size,
             "num_kv_heads": model.get_num_kv_heads(vllm_config.parallel_config),
             "head_size": model.get_head_size(),

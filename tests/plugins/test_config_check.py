@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm.platforms.interface import DeviceCapability
-from vllm.plugins.kda_prefill_coalescing import config_check
+from vllm.plugins.kda_prefill_coalescing import SPLIT_MAMBA, SPLIT_TARGET, config_check
 from vllm_kda_prefill.planning import Layout
 from vllm_kda_prefill.planning_platform import PlanningPlatform
 
@@ -20,6 +20,12 @@ def hopper(monkeypatch):
     )
 
 
+@pytest.fixture(autouse=True)
+def fine_pages(monkeypatch):
+    for name in (SPLIT_TARGET, SPLIT_MAMBA):
+        monkeypatch.setenv(name, "512")
+
+
 @pytest.fixture(scope="module")
 def plain():
     return Layout(dcp=4, mtp=3).vllm_config()
@@ -31,7 +37,10 @@ def config(plain):
     parallel, model = plain.parallel_config, plain.model_config
     return SimpleNamespace(
         model_config=SimpleNamespace(
-            architecture=model.architecture, dtype=model.dtype, enable_sleep_mode=model.enable_sleep_mode
+            architecture=model.architecture,
+            dtype=model.dtype,
+            enable_sleep_mode=model.enable_sleep_mode,
+            hf_text_config=model.hf_text_config,
         ),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=4,

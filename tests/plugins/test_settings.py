@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllm.plugins.kda_prefill_coalescing import settings, split_layout
+from vllm.plugins.kda_prefill_coalescing import settings, split_settings
 
 
 @pytest.mark.parametrize(
@@ -11,10 +11,12 @@ from vllm.plugins.kda_prefill_coalescing import settings, split_layout
         (settings.RETENTION, "all", "RETENTION='all' is no retention policy; set it to ladder or replay"),
         (settings.LOG_LIMIT, "many", "LOG_LIMIT='many' is not a number of plans"),
         (settings.LOG_LIMIT, "-1", "LOG_LIMIT='-1' is not a number of plans"),
-        (split_layout.TARGET, "500", "nearest that work are 384 and 512"),
-        (split_layout.TARGET, "-5", "nearest that work are 128 and 256"),
-        (split_layout.MAMBA, "auto ", "nearest that work are 128 and 256"),
-        (split_layout.MAMBA, "512", "together, or neither"),
+        (split_settings.TARGET, "500", "nearest that work are 384 and 512"),
+        (split_settings.TARGET, "-5", "the nearest is 128"),
+        (split_settings.TARGET, "128.5", "neither auto nor a positive multiple of 128 tokens; the nearest is 128"),
+        (split_settings.MAMBA, "Auto", "MAMBA_BLOCK_SIZE='Auto' is neither auto nor"),
+        (split_settings.TARGET, "auto", "together, or neither"),
+        (split_settings.MAMBA, "512", "together, or neither"),
     ],
 )
 def test_a_useless_value_is_refused(monkeypatch, name, value, message):
@@ -24,12 +26,23 @@ def test_a_useless_value_is_refused(monkeypatch, name, value, message):
 
 
 def test_recurrent_pages_are_whole_target_pages(monkeypatch):
-    monkeypatch.setenv(split_layout.TARGET, "512")
-    monkeypatch.setenv(split_layout.MAMBA, "768")
+    monkeypatch.setenv(split_settings.TARGET, "512")
+    monkeypatch.setenv(split_settings.MAMBA, "768")
     with pytest.raises(ValueError, match="nearest that work are 512 and 1024"):
-        split_layout.split_sizes()
-    monkeypatch.setenv(split_layout.MAMBA, "1024")
-    assert split_layout.split_sizes() == (512, 1024)
+        split_settings.split_settings()
+    monkeypatch.setenv(split_settings.MAMBA, "1024")
+    assert split_settings.split_settings() == (512, 1024)
+
+
+def test_auto_is_read_beside_a_number_or_alone(monkeypatch):
+    monkeypatch.setenv(split_settings.TARGET, "auto")
+    monkeypatch.setenv(split_settings.MAMBA, "auto")
+    assert split_settings.split_settings() == ("auto", "auto")
+    monkeypatch.setenv(split_settings.MAMBA, "1024")
+    settings.register()
+    given = split_settings.split_settings()
+    assert given is not None
+    assert given.given() == (None, 1024)
 
 
 def test_defaults(monkeypatch):
@@ -39,6 +52,6 @@ def test_defaults(monkeypatch):
         settings.GATE: False,
         settings.RETENTION: "ladder",
         settings.LOG_LIMIT: 0,
-        split_layout.TARGET: None,
-        split_layout.MAMBA: None,
+        split_settings.TARGET: None,
+        split_settings.MAMBA: None,
     }

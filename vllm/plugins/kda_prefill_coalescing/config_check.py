@@ -11,6 +11,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.plugins.kda_prefill_coalescing import GATE
+from vllm.plugins.kda_prefill_coalescing.layout_check import unmet_by_layout, warn_unless_spans_are_whole
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -66,6 +67,8 @@ def unmet_conditions(vllm_config: VllmConfig) -> Iterator[str]:
             words, flag = name.replace("_", " "), name.replace("_", "-")
             yield f"{words} parallel size is {size}: pass --{flag}-parallel-size 1"
     yield from _unmet_by_kernel(vllm_config)
+    if model.architecture in MODELS:
+        yield from unmet_by_layout(vllm_config)
 
 
 def _unmet_by_kernel(vllm_config: VllmConfig) -> Iterator[str]:
@@ -96,6 +99,7 @@ def check(vllm_config: VllmConfig) -> None:
     vllm_config.scheduler_config.scheduler_cls = SCHEDULER
     vllm_config.parallel_config.worker_cls = WORKER
     _warn_unless_qualified(vllm_config)
+    warn_unless_spans_are_whole(vllm_config)
 
 
 def _warn_unless_qualified(vllm_config: VllmConfig) -> None:

@@ -109,9 +109,13 @@ SEAMS = (
     Seam(
         name="split layout",
         how="rebinds Platform._align_hybrid_block_size, calling it where the settings do not apply",
-        why="attention and recurrent pages keep their own size",
+        why="attention and recurrent pages keep their own size; with the gate on, final pages that are too coarse "
+        "for 8K spans are refused",
         goes_when="vLLM lets a hybrid model's page sizes differ",
-        upstream={"vllm.platforms.interface:Platform._align_hybrid_block_size": "e71decc57e98f69b"},
+        upstream={
+            "vllm.platforms.interface:Platform._align_hybrid_block_size": "e71decc57e98f69b",
+            "vllm.platforms.interface:Platform.update_block_size_for_backend": "9d18d1460b86a022",
+        },
         bind=split_layout.rebind,
         always=True,
     ),

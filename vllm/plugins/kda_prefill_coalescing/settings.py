@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import vllm.envs as envs
-from vllm.plugins.kda_prefill_coalescing import GATE, SPLIT_MAMBA, SPLIT_TARGET, is_on, split_layout
+from vllm.plugins.kda_prefill_coalescing import GATE, SPLIT_MAMBA, SPLIT_TARGET, is_on
+from vllm.plugins.kda_prefill_coalescing.split_settings import read_size, split_settings
 from vllm.v1.core.recurrent_prefill_checkpoint import POLICIES
 
 RETENTION = "VLLM_B12X_KDA_PREFILL_RETENTION"
@@ -37,8 +38,8 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     GATE: _coalescing,
     RETENTION: _retention,
     LOG_LIMIT: _log_limit,
-    SPLIT_TARGET: lambda: split_layout.read_size(SPLIT_TARGET),
-    SPLIT_MAMBA: lambda: split_layout.read_size(SPLIT_MAMBA),
+    SPLIT_TARGET: lambda: read_size(SPLIT_TARGET),
+    SPLIT_MAMBA: lambda: read_size(SPLIT_MAMBA),
 }
 
 
@@ -51,4 +52,4 @@ def register() -> None:
     for name, read in SETTINGS.items():
         envs.environment_variables.setdefault(name, read)
         read()
-    split_layout.split_sizes()
+    split_settings()

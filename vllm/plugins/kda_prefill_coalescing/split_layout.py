@@ -4,79 +4,83 @@
 Stock raises the attention page of a hybrid model until it holds a recurrent state (thousands of tokens), so
 short prompts pin large pages and prefix-cache hits land far apart. With the two settings given, both pages keep
 their own size; vLLM's block-outermost KV cache layout serves pages of different sizes as it is.
+
+Page sizes become final when a worker has loaded its model, so that is where the settings are applied.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
+from vllm.plugins.kda_prefill_coalescing import GATE, is_on
 from vllm.plugins.kda_prefill_coalescing import SPLIT_MAMBA as MAMBA
 from vllm.plugins.kda_prefill_coalescing import SPLIT_TARGET as TARGET
 from vllm.plugins.kda_prefill_coalescing.config_check import MODELS
+from vllm.plugins.kda_prefill_coalescing.layout_check import too_coarse
+from vllm.plugins.kda_prefill_coalescing.split_settings import SplitSettings, split_settings
+from vllm.v1.core.split_layout_planning import MLA_UNIT, PageSizes, candidates, forms_8k_path
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
 
-MLA_UNIT = 128
-"""MLA decode kernels take blocks in multiples of this; it is a multiple of the KDA chunk too."""
+
+def kernel_unit(vllm_config: VllmConfig, backends: Sequence[Any]) -> int:
+    """Tokens that an attention page must be a multiple of for every one of the model's attention backends."""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(vllm_config):
+        supported = [backend.get_supported_kernel_block_sizes() for backend in backends]
+    return math.lcm(MLA_UNIT, *(min(getattr(size, "base", size) for size in sizes) for sizes in supported if sizes))
 
 
-def read_size(name: str) -> int | None:
-    """The page size a setting names, in tokens, or None where it is not set.
-
-    Raises:
-        ValueError: The value is no usable page size.
-    """
-    value = os.environ.get(name)
-    if not value:
-        return None
-    size = int(value) if value.isascii() and value.isdigit() else 0
-    if size <= 0 or size % MLA_UNIT:
-        near = max(MLA_UNIT, size // MLA_UNIT * MLA_UNIT)
-        raise ValueError(
-            f"{name}={value!r} is not a positive multiple of {MLA_UNIT} tokens; the nearest that work are "
-            f"{near} and {near + MLA_UNIT}"
-        )
-    return size
-
-
-def split_sizes() -> tuple[int, int] | None:
-    """Both page sizes in tokens (target, recurrent), or None where the layout is stock's.
+def resolve(settings: SplitSettings, vllm_config: VllmConfig, unit: int) -> PageSizes:
+    """The page sizes to use: as given, or for `auto` those that serve the most tokens of cache.
 
     Raises:
-        ValueError: One is set without the other, or the recurrent one is no multiple of the target one.
+        ValueError: The attention kernels do not take a given size, or nothing is left to choose from.
     """
-    target, mamba = read_size(TARGET), read_size(MAMBA)
-    if target is None and mamba is None:
-        return None
-    if target is None or mamba is None:
-        raise ValueError(f"set {TARGET} and {MAMBA} together, or neither")
-    if mamba % target:
-        near = max(target, mamba // target * target)
-        raise ValueError(
-            f"{MAMBA}={mamba} is not a multiple of {TARGET}={target}; the nearest that work are "
-            f"{near} and {near + target}"
-        )
-    return target, mamba
+    for problem in settings.problems(unit):
+        raise ValueError(problem)
+    target, mamba = settings.given()
+    if target is not None and mamba is not None:
+        return PageSizes(target, mamba)
+    from vllm.v1.core.hybrid_cache_layout import tokens_per_gib
+
+    capacity = {pair: tokens_per_gib(vllm_config, pair) for pair in candidates(unit, target, mamba)}
+    best = max(capacity, key=capacity.__getitem__)
+    logger.info_once(
+        "GLM-5.3-Flash split layout: auto chose %d/%d; tokens of cache per GiB and rank, in requests of %d tokens: %s",
+        best.target,
+        best.mamba,
+        vllm_config.model_config.max_model_len,
+        ", ".join(f"{pair.target}/{pair.mamba} {tokens:,}" for pair, tokens in capacity.items()),
+    )
+    return best
 
 
-def apply(vllm_config: VllmConfig) -> bool:
+def apply(vllm_config: VllmConfig, unit: int) -> bool:
     """Give `vllm_config` the split layout, if the settings ask for one.
+
+    Args:
+        vllm_config: Of a worker that has loaded its model.
+        unit: Tokens that an attention page must be a multiple of.
 
     Returns:
         Whether it has the split layout now, so that stock's alignment must not run.
 
     Raises:
-        ValueError: The engine is not GLM-5.3-Flash with align-mode prefix caching, or --block-size says
-            something else.
+        ValueError: The engine is not GLM-5.3-Flash with align-mode prefix caching, --block-size says
+            something else, or the sizes cannot work.
     """
-    sizes = split_sizes()
-    if sizes is None:
+    settings = split_settings()
+    if settings is None:
         return False
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if model.architecture not in MODELS or cache.mamba_cache_mode != "align":
@@ -84,13 +88,29 @@ def apply(vllm_config: VllmConfig) -> bool:
             f"{TARGET} and {MAMBA} are for GLM-5.3-Flash with prefix caching in align mode; this engine serves "
             f"{model.architecture} in Mamba cache mode {cache.mamba_cache_mode}: unset both"
         )
-    target, mamba = sizes
-    if cache.user_specified_block_size and cache.block_size != target:
-        raise ValueError(f"--block-size {cache.block_size} contradicts {TARGET}={target}: leave one out")
-    cache.block_size, cache.mamba_block_size = target, mamba
+    sizes = resolve(settings, vllm_config, unit)
+    if cache.user_specified_block_size and cache.block_size != sizes.target:
+        raise ValueError(
+            f"--block-size {cache.block_size} contradicts {TARGET}={settings.target}, which makes pages of "
+            f"{sizes.target} tokens: leave one out"
+        )
+    cache.block_size, cache.mamba_block_size = sizes
     cache.mamba_page_size_padded = None
-    logger.info_once("GLM-5.3-Flash split layout: attention pages of %d tokens, recurrent of %d", target, mamba)
+    logger.info_once(
+        "GLM-5.3-Flash split layout: attention pages of %d tokens, recurrent of %d", sizes.target, sizes.mamba
+    )
     return True
+
+
+def check_pages(vllm_config: VllmConfig, unit: int) -> None:
+    """Refuse final page sizes that leave coalescing too little to do; the configuration check foresees them.
+
+    Raises:
+        ValueError: Recurrent pages are too coarse for an 8,192-token span.
+    """
+    page = vllm_config.cache_config.mamba_block_size
+    if vllm_config.model_config.architecture in MODELS and page is not None and not forms_8k_path(page):
+        raise ValueError(f"{GATE}=1, but this engine cannot coalesce KDA prefill: {too_coarse(page, unit)}")
 
 
 def rebind() -> None:
@@ -101,7 +121,10 @@ def rebind() -> None:
 
     @functools.wraps(stock)
     def align(cls: type[Platform], vllm_config: VllmConfig, backend_cls: Any) -> None:
-        if not apply(vllm_config):
+        unit = kernel_unit(vllm_config, cls._find_non_ssm_backends(vllm_config))
+        if not apply(vllm_config, unit):
             stock(cls, vllm_config, backend_cls)
+        if is_on(os.environ.get(GATE)):
+            check_pages(vllm_config, unit)
 
     Platform._align_hybrid_block_size = classmethod(align)  # type: ignore[assignment,method-assign]

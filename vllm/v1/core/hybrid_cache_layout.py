@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from vllm.v1.core.recurrent_prefill_checkpoint import LookupGrid
 from vllm.v1.core.split_layout_planning import PageSizes
-from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheGroupSpec, KVCacheSpec, MambaSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec, iter_layer_specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,21 +57,18 @@ class CacheLayout:
         sizes: Tokens of an attention page on one rank, and of a recurrent one.
         block_bytes: Bytes of one block of the pool, whichever group uses it.
         groups: Every group, each drawing blocks from the one pool.
+        grid: Where a prefix-cache lookup can resume.
         request_blocks: Tokens of a request -> blocks it needs, for the lengths that were asked for.
     """
 
     sizes: PageSizes
     block_bytes: int
     groups: tuple[CacheGroup, ...]
+    grid: LookupGrid
     request_blocks: dict[int, int]
 
     def of_kind(self, kind: Kind) -> list[CacheGroup]:
         return [group for group in self.groups if group.kind == kind]
-
-    @property
-    def scheduler_block(self) -> int:
-        """LCM of the groups' effective block sizes, vLLM's scheduler block."""
-        return math.lcm(*(group.tokens for group in self.groups))
 
     @property
     def bytes_per_token(self) -> float:
@@ -99,63 +97,95 @@ class CacheLayout:
         """What vLLM logs as the size of the cache: tokens of requests of `length` tokens that fit at once."""
         return int(self.blocks(memory) / self.request_blocks[length] * length)
 
-    def tokens_per_byte(self, length: int) -> float:
-        """Tokens of cache of a byte of memory, for requests of `length` tokens."""
-        return length / (self.request_blocks[length] * self.block_bytes)
-
     def requests(self, memory: int, length: int) -> int:
         """Whole requests of `length` tokens that fit at once."""
         return max(self.blocks(memory) - 1, 0) // self.request_blocks[length]
 
 
-def measure(vllm_config: VllmConfig, lengths: tuple[int, ...] = ()) -> CacheLayout:
+def measure(vllm_config: VllmConfig, lengths: tuple[int, ...] = (), block_outermost: bool = False) -> CacheLayout:
     """The layout that vLLM makes of the page sizes in `vllm_config`.
 
     Args:
         vllm_config: With its layers, and with the page sizes to measure.
         lengths: Request lengths to count blocks for; the longest request's is counted anyhow.
+        block_outermost: Whether to insist on an order of dimensions that serves pages of different sizes.
 
     Raises:
-        NotImplementedError: vLLM has no layout for these page sizes.
+        ValueError: vLLM has no layout for these page sizes.
+        NotImplementedError: The same.
     """
     # Here, not above: the gate's modules import this one before a worker exists.
     from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
     from vllm.v1.core.kv_cache_planning import _pool_bytes_per_block_from_builder
 
-    groups = cache_groups(vllm_config)
-    with resolved_layout(vllm_config):
+    groups = cache_groups(vllm_config, block_outermost)
+    with resolved_layout(vllm_config, block_outermost):
         builder = get_kv_cache_config_builder(vllm_config)
         block_bytes = _pool_bytes_per_block_from_builder(builder, vllm_config, groups)
     ranks = vllm_config.parallel_config.decode_context_parallel_size
-    cache = vllm_config.cache_config
-    assert cache.mamba_block_size is not None
-    longest = vllm_config.model_config.max_model_len
+    described = tuple(_describe(group, ranks) for group in groups)
+    lengths = (*lengths, vllm_config.model_config.max_model_len)
+    (attention,) = {group.block_tokens for group in described if group.kind == "attention"}
+    (mamba,) = {group.block_tokens for group in described if group.kind == "recurrent"}
     return CacheLayout(
-        sizes=PageSizes(cache.block_size, cache.mamba_block_size),
+        sizes=PageSizes(attention, mamba),
         block_bytes=block_bytes,
-        groups=tuple(_describe(group, ranks) for group in groups),
-        request_blocks={length: request_blocks(vllm_config, groups, length) for length in (*lengths, longest)},
+        groups=described,
+        grid=lookup_grid(vllm_config, groups, described),
+        request_blocks={length: request_blocks(vllm_config, groups, length) for length in lengths},
     )
 
 
-def cache_groups(vllm_config: VllmConfig) -> list[KVCacheGroupSpec]:
+def cache_groups(vllm_config: VllmConfig, block_outermost: bool = False) -> list[KVCacheGroupSpec]:
     """The KV cache groups that vLLM makes of the layers in `vllm_config`."""
     from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups
     from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
-    with resolved_layout(vllm_config):
+    with resolved_layout(vllm_config, block_outermost):
         return get_global_kv_cache_groups(vllm_config, [get_kv_cache_spec(vllm_config)])
 
 
+def lookup_grid(
+    vllm_config: VllmConfig, groups: list[KVCacheGroupSpec], described: tuple[CacheGroup, ...]
+) -> LookupGrid:
+    """Where vLLM's prefix-cache lookup can resume with these groups."""
+    from vllm.v1.core.kv_cache_utils import (
+        generate_scheduler_kv_cache_config,
+        resolve_cache_hit_alignment_tokens,
+        resolve_kv_cache_block_sizes,
+    )
+
+    config = generate_scheduler_kv_cache_config([KVCacheConfig(1, [], groups)])
+    scheduler_block, hash_block = resolve_kv_cache_block_sizes(config, vllm_config)
+    speculative, lookahead = vllm_config.speculative_config, vllm_config.num_hash_lookahead_tokens
+    return LookupGrid(
+        page=math.lcm(*(group.block_tokens for group in described if group.kind == "recurrent")),
+        attention_block=math.lcm(*(group.tokens for group in described if group.kind == "attention")),
+        hit_alignment=resolve_cache_hit_alignment_tokens(config, vllm_config, scheduler_block, hash_block),
+        scheduler_block=scheduler_block,
+        hash_lookahead=lookahead,
+        # Hashes that look ahead make the drop needless.
+        drop_block=speculative is not None and speculative.use_eagle_block_drop() and not lookahead,
+    )
+
+
 @contextmanager
-def resolved_layout(vllm_config: VllmConfig) -> Iterator[None]:
+def resolved_layout(vllm_config: VllmConfig, block_outermost: bool = False) -> Iterator[None]:
     """Let vLLM resolve the order of the cache's dimensions, and forget it again: the engine core decides it."""
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
+    from vllm.v1.kv_cache_interface import KVCacheLayout
     from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
     before = vllm_config.cache_config.kv_cache_layout
-    supported = get_supported_kv_cache_layouts(get_current_attn_backends(vllm_config))
+    backends = get_current_attn_backends(vllm_config)
+    supported = get_supported_kv_cache_layouts(backends)
+    if block_outermost:
+        # Backends without a preference take any.
+        indifferent = all(backend.supported_kv_cache_layouts() is None for backend in backends)
+        supported = [layout for layout in (KVCacheLayout if indifferent else supported) if layout.is_block_outermost]
+        if not supported:
+            raise ValueError("this model's attention kernels take no pages of different sizes")
     specs = get_kv_cache_spec(vllm_config)
     resolve_kv_cache_layout(vllm_config, [[layout.name for layout in supported]], specs.values())
     try:
@@ -174,6 +204,14 @@ def page_sizes(vllm_config: VllmConfig, sizes: PageSizes) -> Iterator[None]:
         yield
     finally:
         cache.block_size, cache.mamba_block_size, cache.mamba_page_size_padded = before
+
+
+def tokens_per_gib(vllm_config: VllmConfig, sizes: PageSizes) -> int:
+    """Tokens of cache that `sizes` would serve with a GiB on each rank, for requests of the longest length."""
+    longest = vllm_config.model_config.max_model_len
+    with page_sizes(vllm_config, sizes):
+        layout = measure(vllm_config)
+    return int(2**30 / (layout.block_bytes * layout.request_blocks[longest]) * longest)
 
 
 def request_blocks(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec], length: int) -> int:
@@ -206,7 +244,7 @@ def _describe(group: KVCacheGroupSpec, ranks: int) -> CacheGroup:
 def _kind(spec: KVCacheSpec) -> Kind:
     if isinstance(spec, MambaSpec):
         return "recurrent"
-    return "scratch" if isinstance(spec, CircularBufferSpec) or not spec.prefix_cacheable else "attention"
+    return "attention" if spec.prefix_cacheable else "scratch"
 
 
 def _content_bytes(spec: KVCacheSpec) -> int:

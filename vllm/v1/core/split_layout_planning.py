@@ -8,7 +8,6 @@ An attention page and a recurrent page are counted in tokens of one rank. What t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from vllm.v1.core.recurrent_prefill_checkpoint import CHUNK_TOKENS, MAX_CHECKPOINTS
@@ -68,15 +67,6 @@ def candidates(unit: int, target: int | None = None, mamba: int | None = None) -
         if large % small == 0
     ]
     return [pair for pair in pairs if target in (None, pair.target) and mamba in (None, pair.mamba)]
-
-
-def choose(pairs: Iterable[PageSizes], tokens_of_cache: Callable[[PageSizes], float]) -> PageSizes:
-    """The pair that serves the most tokens of cache; of equals the first.
-
-    Raises:
-        ValueError: There is no pair.
-    """
-    return max(pairs, key=tokens_of_cache)
 
 
 def raised_page(state_bytes: int, bytes_per_token: int, unit: int, block_size: int = 1) -> int:
