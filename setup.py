@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 from typing import ClassVar
 
-from setuptools import Command, find_namespace_packages, setup
+from setuptools import Command, Distribution, find_namespace_packages, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
@@ -24,12 +24,36 @@ KERNEL_SOURCES = "csrc/kda_prefill"
 KERNEL_SOURCES_PACKAGE = "vllm.model_executor.layers.mamba.ops.kda_prefill.csrc"
 
 
+KERNEL_PACKAGE = Path(*KERNEL_SOURCES_PACKAGE.split(".")).parent
+KERNEL_BUILD = runpy.run_path(str(ROOT / KERNEL_PACKAGE / "build.py"))
+
+
 class BuildPy(build_py):
-    """Starts from an empty folder: a module that was removed since the last build must not get in."""
+    """Starts from an empty folder, where a module that was removed since the last build cannot get in, and
+    compiles the native kernel ahead of time where there is a CUDA compiler."""
 
     def run(self) -> None:
         shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
+        if has_compiler():
+            library = Path(self.build_lib) / KERNEL_PACKAGE / KERNEL_BUILD["LIBRARY_NAME"]
+            try:
+                KERNEL_BUILD["build"](None, library)
+            except (RuntimeError, ValueError) as error:
+                # The wheel works without it: the first use compiles, and says why if it cannot.
+                self.warn(f"the native KDA prefill kernel is not in this wheel: {error}")
+
+
+def has_compiler() -> bool:
+    """Whether a wheel built here carries the native kernel, and so fits this kind of machine only."""
+    return KERNEL_BUILD["find_nvcc"]() is not None
+
+
+class KernelDistribution(Distribution):
+    """Tags a wheel that carries the kernel with its platform."""
+
+    def has_ext_modules(self) -> bool:
+        return has_compiler()
 
 
 class EditableWheel(Command):
@@ -107,5 +131,6 @@ setup(
         KERNEL_SOURCES_PACKAGE: ["**/*.cu", "**/*.cuh", "**/*.h", "**/*.cpp"],
     },
     include_package_data=False,
+    distclass=KernelDistribution,
     cmdclass={"build_py": BuildPy, "editable_wheel": EditableWheel},
 )

@@ -7,6 +7,7 @@ seconds and would tie them to what the fork holds today.
 from __future__ import annotations
 
 import importlib.metadata
+import runpy
 import shutil
 import subprocess
 import sys
@@ -233,6 +234,12 @@ def test_the_wheel_holds_the_overlay_the_cli_and_the_kernel_sources(wheel_files:
     assert expected <= wheel_files
     top_level = {name.split("/")[0] for name in wheel_files if ".dist-info/" not in name}
     assert top_level <= {"vllm", "vllm_kda_prefill"}
+
+
+def test_the_wheel_holds_the_compiled_kernel_where_there_is_a_compiler(wheel_files: set[str]) -> None:
+    package = "vllm/model_executor/layers/mamba/ops/kda_prefill"
+    has_compiler = runpy.run_path(str(CHECKOUT / package / "build.py"))["find_nvcc"]() is not None
+    assert (f"{package}/libkda_prefill.so" in wheel_files) == has_compiler
 
 
 def test_the_pinned_vllm_is_the_installed_one() -> None:
