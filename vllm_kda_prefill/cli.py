@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
+from vllm_kda_prefill.layout_command import layout as layout_command
+
 if TYPE_CHECKING:
     from vllm_kda_prefill.planning import Layout
 
@@ -119,6 +121,9 @@ def plan(
         from vllm_kda_prefill.tables import print_plan
 
         print_plan(report)
+
+
+app.command("layout")(layout_command)
 
 
 @app.command()

@@ -172,7 +172,7 @@ def _indexed_layers(vllm_config: VllmConfig, capability: int, prefix: str) -> It
 
 
 def _without_weights(cls: type, **attributes: Any) -> Any:
-    layer = object.__new__(cls)
+    layer: Any = object.__new__(cls)
     nn.Module.__init__(layer)
     vars(layer).update(attributes)
     return layer

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+# The platform first: see there.
+import vllm_kda_prefill.planning_platform  # noqa: F401  # isort: skip
+
 from vllm.v1.core.recurrent_prefill_checkpoint import LookupGrid, Policy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# The platform first: see there.
+import vllm_kda_prefill.planning_platform  # noqa: F401  # isort: skip
+
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE
 from vllm.v1.core.sched.output import SchedulerOutput

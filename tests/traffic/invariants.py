@@ -1,0 +1,104 @@
+"""What must hold of the block pool, the block tables and the pages' contents, whatever the traffic."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm_kda_prefill.spans import mamba_managers
+from vllm_kda_prefill.truemodel.fingerprints import Fingerprints
+from vllm_kda_prefill.truemodel.kda import WINDOW
+from vllm_kda_prefill.truemodel.worker import TrueWorker
+
+
+@dataclass(frozen=True)
+class NamedPrefix:
+    """The tokens that a block hash names: the first `tokens` of a text with these prefix fingerprints."""
+
+    tokens: int
+    prefixes: Fingerprints
+
+
+Entry = tuple[int, int, NamedPrefix]
+"""KV cache group, page and the prefix whose content the prefix cache would serve from it."""
+
+
+def cache_entries(scheduler: Scheduler, names: Mapping[bytes, NamedPrefix]) -> list[Entry]:
+    """Everything that the prefix cache would serve right now."""
+    entries = []
+    for key, found in scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache.items():
+        blocks = found.values() if isinstance(found, dict) else (found,)
+        for block in blocks:
+            entries.append((get_group_id(key), block.block_id, names[get_block_hash(key)]))
+    return entries
+
+
+def check_contents(worker: TrueWorker, entries: list[Entry]) -> None:
+    """Every page that the prefix cache would serve holds what its hash names."""
+    pages, size = worker.pages, worker.pages.attention_block
+    for group, page, named in entries:
+        end = named.tokens
+        if group == worker.attention_group:
+            first = (end - 1) // size * size
+            held, expected = pages.row_shadow[page, : end - first], named.prefixes[first + 1 : end + 1]
+        else:
+            held = np.append(pages.window_shadow[page, :WINDOW], pages.state_shadow[page])
+            expected = named.prefixes[[end - 2, end - 1, end, end]]
+        assert pages.group[page] == group, (
+            f"page {page} is cached in group {group} and was written by {pages.group[page]}"
+        )
+        assert np.array_equal(held, expected), f"page {page} of group {group} is not the prefix of {end} tokens"
+
+
+def check_ownership(scheduler: Scheduler) -> None:
+    """Reference counts are the columns that name a page; shared pages are cached; free pages are in no column."""
+    manager = scheduler.kv_cache_manager
+    columns: Counter[int] = Counter()
+    for single_type in manager.coordinator.single_type_managers:
+        for request_id, blocks in single_type.req_to_blocks.items():
+            own = [block.block_id for block in blocks if not block.is_null]
+            assert len(own) == len(set(own)), f"request {request_id} has a page in two columns"
+            columns.update(own)
+    free = {block.block_id for block in manager.block_pool.free_block_queue.get_all_free_blocks()}
+    assert manager.block_pool.free_block_queue.num_free_blocks == len(free)
+    for block in manager.block_pool.blocks:
+        if block.is_null:
+            continue
+        page = block.block_id
+        assert block.ref_cnt == columns[page], f"page {page}: {block.ref_cnt} references, {columns[page]} columns"
+        assert (block.ref_cnt == 0) == (page in free), f"page {page} is in use and free, or neither"
+        assert columns[page] < 2 or block.block_hash is not None, f"page {page} is shared and not cached"
+
+
+def check_tables(scheduler: Scheduler, worker: TrueWorker) -> None:
+    """Wherever the allocator names a page, the worker's append-only table names the same one."""
+    for single_type in scheduler.kv_cache_manager.coordinator.single_type_managers:
+        group = single_type.kv_cache_group_id
+        for request_id, request in worker.requests.items():
+            table = request.tables[group]
+            for column, block in enumerate(single_type.req_to_blocks.get(request_id, ())):
+                if not block.is_null:
+                    assert table[column] == block.block_id, (
+                        f"request {request_id}, group {group}, column {column}: the worker has page "
+                        f"{table[column]}, the allocator {block.block_id}"
+                    )
+
+
+def check_nothing_leaked(scheduler: Scheduler) -> None:
+    """Without requests every page is free and no manager remembers one."""
+    manager = scheduler.kv_cache_manager
+    pool = manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    assert all(block.ref_cnt == 0 for block in pool.blocks if not block.is_null)
+    for single_type in manager.coordinator.single_type_managers:
+        assert not single_type.req_to_blocks
+    for mamba in mamba_managers(manager):
+        assert not mamba._checkpoints
+        assert not mamba._allocated_block_reqs
+        assert not mamba.last_state_block_idx
+        assert not mamba._partial_hit_reqs

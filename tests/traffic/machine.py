@@ -1,0 +1,149 @@
+"""Hostile traffic as a Hypothesis state machine."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from tests.traffic.world import Setting, World
+from vllm_kda_prefill.planning import Arm, Layout
+
+PAGE = 32
+MAX_MODEL_LEN = 4096
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Engines with pages of 32 tokens: a sixteenth of the real ones."""
+    mtp = draw(st.sampled_from((0, 3)))
+    return Layout(
+        attention_block=draw(st.sampled_from((PAGE, PAGE, PAGE // 2))),
+        mamba_block=PAGE,
+        dcp=draw(st.sampled_from((1, 2, 4))),
+        mtp=mtp,
+        budget=draw(st.sampled_from((64, 160, 512))),
+        num_pages=draw(st.sampled_from((28, 44, 80, 300))),
+        mamba_groups=draw(st.sampled_from((1, 2))),
+        retention_interval=draw(st.sampled_from((0, 0, None, 4 * PAGE))),
+        block_drop=draw(st.booleans()) and mtp > 0,
+        max_seqs=draw(st.sampled_from((3, 16))),
+        max_model_len=MAX_MODEL_LEN,
+        long_prefill_threshold=draw(st.sampled_from((0, 0, 96))),
+        scheduling=draw(st.sampled_from(("fcfs", "priority"))),
+    )
+
+
+lengths = st.one_of(
+    st.integers(1, 100),
+    st.integers(5 * PAGE, 1200),
+    st.builds(lambda pages, off: pages * PAGE + off, st.integers(2, 40), st.integers(-2, 5)),
+)
+outputs = st.sampled_from((1, 2, 5, 20, 45))
+priorities = st.integers(0, 2)
+seldom = st.integers(0, 3).map(lambda number: number == 3)
+places = st.integers(0, 10**6)
+"""An index that is taken modulo the number of choices at hand."""
+
+
+class Traffic(RuleBasedStateMachine):
+    """Random traffic on one engine. Every check is made by the world, after each step."""
+
+    arm: ClassVar[Arm] = "coalesced"
+    totals: ClassVar[Any] = None
+    """A Counter that sums what all examples did, if set."""
+
+    world: World
+
+    @initialize(
+        layout=layouts(),
+        policy=st.sampled_from(("ladder", "ladder", "replay")),
+        asynchronous=st.booleans(),
+        seed=st.integers(0, 1000),
+    )
+    def start(self, layout: Layout, policy: Any, asynchronous: bool, seed: int) -> None:
+        self.world = World(Setting(layout, self.arm, policy, asynchronous, seed))
+
+    def _known(self, place: int) -> list[int]:
+        texts = list(self.world.texts.values())
+        return texts[place % len(texts)]
+
+    has_texts = precondition(lambda self: self.world.texts)
+    has_live = precondition(lambda self: self.world.live)
+
+    @rule(length=lengths, outputs=outputs, priority=priorities)
+    def arrive(self, length: int, outputs: int, priority: int) -> None:
+        self.world.arrive(self.world.words(length), outputs, priority)
+
+    @has_texts
+    @rule(place=places, outputs=outputs, priority=priorities)
+    def repeat(self, place: int, outputs: int, priority: int) -> None:
+        self.world.arrive(list(self._known(place)), outputs, priority)
+
+    @has_texts
+    @rule(place=places, at=places, off=st.integers(-1, 4), added=lengths, outputs=outputs, priority=priorities)
+    def branch(self, place: int, at: int, off: int, added: int, outputs: int, priority: int) -> None:
+        """Leave a known text near a page boundary or anywhere."""
+        text = self._known(place)
+        leave = at % len(text) + 1
+        if at % 3:
+            leave = leave // PAGE * PAGE + off
+        self.world.arrive(text[: max(leave, 0)] + self.world.words(added), outputs, priority)
+
+    @has_texts
+    @rule(place=places, added=lengths, outputs=outputs)
+    def go_on(self, place: int, added: int, outputs: int) -> None:
+        """The next turn of a conversation: a known text, answer included, and more."""
+        self.world.arrive(self._known(place) + self.world.words(added), outputs)
+
+    @has_texts
+    @rule(place=places, at=places, outputs=outputs)
+    def render_again(self, place: int, at: int, outputs: int) -> None:
+        """One token in the middle differs, as where a template renders a date."""
+        text = list(self._known(place))
+        text[at % len(text)] ^= 1
+        self.world.arrive(text, outputs)
+
+    @rule(count=st.integers(2, 4), length=lengths)
+    def storm(self, count: int, length: int) -> None:
+        """Prompts that evict everything else."""
+        for _ in range(count):
+            self.world.arrive(self.world.words(length + 200))
+
+    @rule(count=st.integers(1, 8))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.world.step()
+
+    @rule()
+    def run_oldest(self) -> None:
+        self.world.run_oldest()
+
+    @has_live
+    @rule(place=places)
+    def abort(self, place: int) -> None:
+        live = self.world.live
+        self.world.abort(live[place % len(live)])
+
+    @rule(now=seldom, preempt=st.booleans())
+    def reset(self, now: bool, preempt: bool) -> None:
+        if now:
+            self.world.reset_prefix_cache(preempt)
+
+    @rule(now=seldom)
+    def drain(self, now: bool) -> None:
+        if now:
+            self.world.drain()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world") and not self.world.broken:
+            self.world.drain()
+            if self.totals is not None:
+                self.totals.update(self.world.counts)
+
+
+class StockTraffic(Traffic):
+    """The same traffic on stock's scheduler."""
+
+    arm = "stock"
