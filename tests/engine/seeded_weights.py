@@ -24,10 +24,12 @@ def _fill(name: str, parameter: torch.Tensor) -> None:
         values = torch.empty(shape, dtype=torch.float32, device=parameter.device)
         return values.normal_(0.0, scale, generator=generator)
 
+    # A token's log decay is -5 * sigmoid(exp(A_log) * (gate + dt_bias)). Trained layers remember thousands of
+    # tokens; with gates around 0 a state would be forgotten within a few, and a wrong one would not show.
     if "A_log" in name:
-        values = normal(0.5) - 1.0
+        values = normal(0.1)
     elif "dt_bias" in name:
-        values = normal(1.0) - 1.0
+        values = normal(1.5) - 10.0
     elif "conv1d" in name:
         values = normal(0.5)
     elif parameter.ndim >= 2:
