@@ -1,6 +1,7 @@
 """What a KDA layer runs for a prefill with plans: the op, on the batch's own pages, and the convolution history."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def gather(state, indices, has_initial_state):
 
 @pytest.fixture(params=["segmented", "one launch"])
 def layer(request, monkeypatch):
-    layer = coalesced.CoalescedLinearAttention.__new__(coalesced.CoalescedLinearAttention)
+    layer: Any = coalesced.CoalescedLinearAttention.__new__(coalesced.CoalescedLinearAttention)
     nn.Module.__init__(layer)
     layer.head_dim, layer.conv_size, layer.kda_lower_bound, layer.prefix = 128, 4, -5.0, "kda.0"
     out = ((1, 256, HEADS, 128), torch.bfloat16)
@@ -160,7 +161,7 @@ def test_the_layer_asks_for_the_metadata_builder_that_takes_plans(layer):
 
 
 def test_stock_sees_a_backend_name_it_knows_and_the_choice_is_kept():
-    config = SimpleNamespace(additional_config={"kda_prefill_backend": "native"})
+    config: Any = SimpleNamespace(additional_config={"kda_prefill_backend": "native"})
     with coalesced._stock_backend(config):
         assert config.additional_config["kda_prefill_backend"] == "flashkda"
     assert coalesced.backend_choice(config) == "native"
