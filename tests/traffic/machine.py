@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
@@ -15,11 +16,11 @@ MAX_MODEL_LEN = 4096
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    """Engines with pages of 32 tokens: a sixteenth of the real ones."""
+def layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
+    """Engines with recurrent pages of 32 tokens: a sixteenth of the real ones."""
     mtp = draw(st.sampled_from((0, 3)))
     return Layout(
-        attention_block=draw(st.sampled_from((PAGE, PAGE, PAGE // 2))),
+        attention_block=draw(st.sampled_from(attention_blocks)),
         mamba_block=PAGE,
         dcp=draw(st.sampled_from((1, 2, 4))),
         mtp=mtp,
@@ -51,18 +52,20 @@ class Traffic(RuleBasedStateMachine):
     """Random traffic on one engine. Every check is made by the world, after each step."""
 
     arm: ClassVar[Arm] = "coalesced"
+    attention_blocks: ClassVar[Sequence[int]] = (PAGE, PAGE, PAGE // 2)
     totals: ClassVar[Any] = None
     """A Counter that sums what all examples did, if set."""
 
     world: World
 
     @initialize(
-        layout=layouts(),
+        data=st.data(),
         policy=st.sampled_from(("ladder", "ladder", "replay")),
         asynchronous=st.booleans(),
         seed=st.integers(0, 1000),
     )
-    def start(self, layout: Layout, policy: Any, asynchronous: bool, seed: int) -> None:
+    def start(self, data: st.DataObject, policy: Any, asynchronous: bool, seed: int) -> None:
+        layout = data.draw(layouts(self.attention_blocks))
         self.world = World(Setting(layout, self.arm, policy, asynchronous, seed))
 
     def _known(self, place: int) -> list[int]:
@@ -147,3 +150,5 @@ class StockTraffic(Traffic):
     """The same traffic on stock's scheduler."""
 
     arm = "stock"
+    # Stock's pages are equally long: it lengthens the attention page until it is as large as a state.
+    attention_blocks = (PAGE,)
