@@ -166,9 +166,15 @@ def _indexed_layers(vllm_config: VllmConfig, capability: int, prefix: str) -> It
             topk_buffer_width=get_sparse_topk_buffer_width(text) if text.index_topk is not None else None,
             indexer=object() if text.index_topk is not None else None,
             non_causal_multi_token_decode=False,
-            attn_backend=SPARSE_MLA_BACKENDS[capability].get_class(),
+            attn_backend=_sparse_mla_backend(cache_config.cache_dtype, capability),
         ),
     )
+
+
+def _sparse_mla_backend(cache_dtype: str, capability: int) -> type[AttentionBackend]:
+    if cache_dtype.endswith("_ds_mla") and capability != 12:
+        return AttentionBackendEnum.FLASHMLA_SPARSE.get_class()
+    return SPARSE_MLA_BACKENDS[capability].get_class()
 
 
 def _without_weights(cls: type, **attributes: Any) -> Any:

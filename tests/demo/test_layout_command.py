@@ -95,8 +95,8 @@ def test_sm120_has_pages_of_1024_tokens(glm):
 
 def test_another_hybrid_model_is_measured(tmp_path):
     layouts = report("--model", write(tmp_path, QWEN), "--tp", "2")["layouts"]
-    # 16 value heads a rank of 128 x 128, bf16 with the window of 3 rows, over 2,048 bytes a token and layer.
-    assert layouts["stock"]["attention_page"] == layouts["stock"]["recurrent_page"]
+    # 16 heads of 128 x 128 and a window of 3 rows, against 1,024 bytes a token, in steps of 16 tokens.
+    assert layouts["stock"]["attention_page"] == layouts["stock"]["recurrent_page"] == 544
     assert layouts["512/512"]["recurrent_page"] == 512
     assert sum(group["layers"] for group in layouts["stock"]["groups"]) == 8
 
