@@ -62,7 +62,7 @@ class TestCopyOfAnUnwrittenBlock:
         assert copy_of_an_unwritten_block("coalesced", states) == [{"b": 5000}, {"c": 404}]
 
     def test_fails_without_the_guard(self, states: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(CoalescingKVCacheManager, "_copies_unwritten_block", lambda *args: False)
+        monkeypatch.setattr(CoalescingKVCacheManager, "copies_unwritten_block", lambda *args: False)
         with pytest.raises(states.Fault, match="c attends to token 2048"):
             copy_of_an_unwritten_block("coalesced", states)
 

@@ -10,10 +10,10 @@ changes a block table, and never decides whether a request runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, cast
 
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.recurrent_prefill_checkpoint import LookupGrid, WantedState
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
@@ -24,6 +24,13 @@ Pages = dict[int, int]
 """KV cache group id -> page (block id) of one state."""
 
 
+class StepPrefill(NamedTuple):
+    """A prefill of the current step: its first token, and whether the step admits the request."""
+
+    start: int
+    is_admission: bool
+
+
 class CoalescingKVCacheManager(KVCacheManager):
     """`KVCacheManager` that grants pages to exports and keeps unwritten blocks out of the prefix cache."""
 
@@ -31,7 +38,6 @@ class CoalescingKVCacheManager(KVCacheManager):
     attention_managers: tuple[SingleTypeKVCacheManager, ...]
     free_queue: TieredFreeQueue
     grid: LookupGrid
-    _written: dict[int, int]
     _exported: dict[str, list[tuple[KVCacheBlock, object]]]
 
     @classmethod
@@ -50,7 +56,6 @@ class CoalescingKVCacheManager(KVCacheManager):
         )
         adopted.free_queue = TieredFreeQueue.install(adopted.block_pool)
         adopted.grid = adopted._lookup_grid()
-        adopted._written = {}
         adopted._exported = {}
         return adopted
 
@@ -192,58 +197,49 @@ class CoalescingKVCacheManager(KVCacheManager):
                 needed += math.ceil((end + num_lookahead_tokens) / manager.block_size) - held + 1
         return needed <= self.block_pool.get_num_free_blocks()
 
-    # Guards. `_written` maps an attention block to the first token that this step's forward writes in it.
+    # Guards.
 
-    def new_step_starts(self) -> None:
-        super().new_step_starts()
-        self._written.clear()
-
-    def allocate_slots(
-        self,
-        request: Request,
-        num_new_tokens: int,
-        num_new_computed_tokens: int = 0,
-        new_computed_blocks: KVCacheBlocks | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> KVCacheBlocks | None:
-        """Stock's allocation, but a request waits for the next step if it would copy an unwritten block.
+    def copies_unwritten_block(
+        self, request: Request, num_hit_tokens: int, prefills: Mapping[str, StepPrefill]
+    ) -> bool:
+        """Whether admitting `request` would copy an attention block that this step still has to write.
 
         A partial hit copies the hit's last attention block before the forward pass. Stock hands out a block
         that the same step's forward still has to write (a state older than the block makes such a hit
         possible); the copy then holds whatever the page held before.
+
+        Args:
+            request: A request about to be admitted with a prefix-cache hit.
+            num_hit_tokens: Length of the hit.
+            prefills: Prefills of this step so far, by request id.
         """
-        hit_blocks = new_computed_blocks.blocks if new_computed_blocks is not None else ()
-        if hit_blocks and self._copies_unwritten_block(hit_blocks, num_new_computed_tokens):
-            return None
-        blocks = super().allocate_slots(
-            request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, *args, **kwargs
+        managers = [m for m in self.attention_managers if num_hit_tokens % m.block_size]
+        if not managers:
+            return False
+        hit, num_tokens, _ = self.get_computed_blocks(request)
+        assert num_tokens == num_hit_tokens, f"the hit of {num_hit_tokens} tokens is one of {num_tokens} now"
+        return any(
+            self._writes(manager, request_id, prefill, hit.blocks[manager.kv_cache_group_id][-1], num_tokens)
+            for manager in managers
+            for request_id, prefill in prefills.items()
         )
-        if blocks is not None and self.coordinator.enable_partial_hash_hits:
-            self._record_writes(request, num_new_tokens, num_new_computed_tokens, kwargs)
-        return blocks
 
-    def _copies_unwritten_block(self, hit_blocks: Sequence[Sequence[KVCacheBlock]], num_hit_tokens: int) -> bool:
-        for manager in self.attention_managers:
-            blocks = hit_blocks[manager.kv_cache_group_id]
-            if blocks and num_hit_tokens % manager.block_size:
-                written_from = self._written.get(blocks[-1].block_id)
-                if written_from is not None and written_from < num_hit_tokens:
-                    return True
-        return False
+    def _writes(
+        self,
+        manager: SingleTypeKVCacheManager,
+        request_id: str,
+        prefill: StepPrefill,
+        block: KVCacheBlock,
+        num_tokens: int,
+    ) -> bool:
+        """Whether a prefill writes in `block`, in this step, below the prefix of `num_tokens` tokens.
 
-    def _record_writes(
-        self, request: Request, num_new_tokens: int, num_hit_tokens: int, kwargs: dict[str, Any]
-    ) -> None:
-        start = request.num_computed_tokens + num_hit_tokens + kwargs.get("num_external_computed_tokens", 0)
-        for manager in self.attention_managers:
-            size = manager.block_size
-            blocks = manager.req_to_blocks[request.request_id]
-            for column in range(start // size, min(math.ceil((start + num_new_tokens) / size), len(blocks))):
-                self._written[blocks[column].block_id] = start
-            if num_hit_tokens % size:
-                # This request's own copy is filled in this step too, from the block's first token on.
-                self._written[blocks[num_hit_tokens // size].block_id] = num_hit_tokens // size * size
+        The first block of an admission may be a copy of its own, which this step fills from the beginning.
+        """
+        if prefill.start >= num_tokens and not prefill.is_admission:
+            return False
+        written = manager.req_to_blocks.get(request_id, ())[prefill.start // manager.block_size :]
+        return any(other is block for other in written)
 
     def withdraw_unwritten(self, request: Request) -> None:
         """Take out of the prefix cache what a request published for tokens it will not compute now.

@@ -35,6 +35,7 @@ class TieredFreeQueue:
         self._lists = tuple(FreeKVCacheBlockQueue([]) for _ in range(Tier.IN_USE))
         self._tier = bytearray([Tier.IN_USE]) * num_blocks
         self._second_class: set[int] = set()
+        self.num_free_blocks = 0
         self._put(free_blocks, Tier.EMPTY)
 
     @classmethod
@@ -78,20 +79,17 @@ class TieredFreeQueue:
 
     # What vLLM's block pool and offloading manager call.
 
-    @property
-    def num_free_blocks(self) -> int:
-        empty, second, first = self._lists
-        return empty.num_free_blocks + second.num_free_blocks + first.num_free_blocks
-
     def popleft(self) -> KVCacheBlock:
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         if n > self.num_free_blocks:
             raise ValueError(f"{n} free blocks asked for, {self.num_free_blocks} are left")
+        self.num_free_blocks -= n
         blocks: list[KVCacheBlock] = []
         for queue in self._lists:
-            blocks += queue.popleft_n(min(n - len(blocks), queue.num_free_blocks))
+            if len(blocks) < n:
+                blocks += queue.popleft_n(min(n - len(blocks), queue.num_free_blocks))
         for block in blocks:
             self._tier[block.block_id] = Tier.IN_USE
             self._second_class.discard(block.block_id)
@@ -101,6 +99,7 @@ class TieredFreeQueue:
         tier = self._tier[block.block_id]
         assert tier != Tier.IN_USE, f"block {block.block_id} is not free"
         self._lists[tier].remove(block)
+        self.num_free_blocks -= 1
         self._tier[block.block_id] = Tier.IN_USE
         self._second_class.discard(block.block_id)
 
@@ -134,5 +133,6 @@ class TieredFreeQueue:
             queue.prepend_n(blocks)
         else:
             queue.append_n(blocks)
+        self.num_free_blocks += len(blocks)
         for block in blocks:
             self._tier[block.block_id] = tier

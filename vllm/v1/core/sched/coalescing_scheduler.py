@@ -13,7 +13,7 @@ from typing import Any
 
 import vllm.envs as envs
 from vllm.logger import init_logger
-from vllm.v1.core.coalescing_kv_cache_manager import CoalescingKVCacheManager, Pages
+from vllm.v1.core.coalescing_kv_cache_manager import CoalescingKVCacheManager, Pages, StepPrefill
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.core.prefill_plan_stats import Fallback, PrefillPlanStats
 from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE, BoundPlan, Retention
@@ -40,6 +40,7 @@ class CoalescingSchedulerMixin(Scheduler):
             interval=self.kv_cache_config.prefix_cache_retention_interval,
         )
         self.plan_stats = PrefillPlanStats()
+        self._prefills: dict[str, StepPrefill] = {}
         self._span_ends: dict[str, int] = {}
         self._fallbacks: dict[str, Fallback] = {}
         self._shared_states: dict[BlockHash, int] = {}
@@ -60,6 +61,7 @@ class CoalescingSchedulerMixin(Scheduler):
         )
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self._prefills.clear()
         self._span_ends.clear()
         self._fallbacks.clear()
         self._shared_states.clear()
@@ -73,19 +75,24 @@ class CoalescingSchedulerMixin(Scheduler):
         num_external_computed_tokens: int = 0,
     ) -> int:
         """Propose the query span stock would run if it had no state to retain on the way."""
+        start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
+        if start >= request.num_prompt_tokens and start >= request.num_tokens - 1:
+            return num_new_tokens  # Decoding: most calls.
+        is_admission = request.num_computed_tokens == 0
+        if is_admission and self._waits_for_this_step(request, start, num_new_local_computed_tokens):
+            return 0
+        self._prefills[request.request_id] = StepPrefill(start, is_admission)
         stock_tokens = super()._mamba_block_aligned_split(
             request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
         )
-        start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
         inside_page = start % self.retention.grid.page
-        if inside_page and start < max(request.num_prompt_tokens, request.num_tokens - 1):
+        if inside_page:
             # A prefill that resumes inside a page fills that page first. Stock runs on where it exports the
             # prompt's tail, and then publishes the state it resumed from as the one at the page's end.
             stock_tokens = min(stock_tokens, self.retention.grid.page - inside_page)
         if start >= request.num_prompt_tokens:
+            self._fallbacks[request.request_id] = Fallback.REPLAYED_OUTPUT
             return stock_tokens
-        if self._waits_for_shared_state(request, start):
-            return 0
         fallback = self._fallback(request, start, num_external_computed_tokens)
         end = start + stock_tokens
         if fallback is None:
@@ -111,14 +118,17 @@ class CoalescingSchedulerMixin(Scheduler):
             if state.first_class:
                 self._shared_states[request.block_hashes[state.position // unit - 1]] = state.position
 
-    def _waits_for_shared_state(self, request: Request, start: int) -> bool:
-        """Whether a request can resume deeper in the next step, at a state that this step exports.
+    def _waits_for_this_step(self, request: Request, start: int, num_hit_tokens: int) -> bool:
+        """Whether a request that could be admitted has to wait until this step's forward pass has run.
 
-        Stock makes a request wait for a state that is published in the same step. Exports are published when
-        the step is complete, so the request would not see them and compute the shared prefix again.
+        It would copy a block which that pass still has to write; or it can resume deeper at a state which that
+        pass exports. Stock makes a request wait for a state that is published in the same step; exports are
+        published when the step is complete, so the request would not see them and compute the prefix again.
         """
+        if self._prefills and self.kv_cache_manager.copies_unwritten_block(request, num_hit_tokens, self._prefills):
+            return True
         unit, hashes = self.hash_block_size, request.block_hashes
-        return request.num_computed_tokens == 0 and any(
+        return any(
             start < position <= request.shared_prefix_boundary and hashes[position // unit - 1] == block_hash
             for block_hash, position in self._shared_states.items()
         )
@@ -141,12 +151,13 @@ class CoalescingSchedulerMixin(Scheduler):
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         plans: dict[str, BoundPlan] = {}
         granted_blocks: list[KVCacheBlock] = []
-        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
-            request = self.requests[request_id]
-            if request.num_computed_tokens < max(request.num_prompt_tokens, request.num_tokens - 1):
-                plan = self._bind(request, num_tokens, granted_blocks)
-                if plan is not None:
-                    plans[request_id] = plan
+        for request_id in self._prefills:
+            num_tokens = scheduler_output.num_scheduled_tokens.get(request_id)
+            if num_tokens is None:
+                continue
+            plan = self._bind(self.requests[request_id], num_tokens, granted_blocks)
+            if plan is not None:
+                plans[request_id] = plan
         # Only now, for two exports of one step cannot share a page. As soon as the step is in order behind
         # whoever reads these pages, they are free to evict.
         self._free_cow_retained_blocks(granted_blocks, self.sched_step_seq)
@@ -168,9 +179,10 @@ class CoalescingSchedulerMixin(Scheduler):
             granted, blocks = manager.grant(request, wanted)
             exports |= granted
             granted_blocks += blocks
-            end_state = self.retention.end_state(prompt, end, junction)
-            if end_state is not None and end < prompt:
-                manager.retain_end_state(request, end_state)
+            if end < prompt:
+                end_state = self.retention.end_state(prompt, end, junction)
+                if end_state is not None:
+                    manager.retain_end_state(request, end_state)
             self.plan_stats.record_span(len(exports), len(wanted) - len(granted))
         elif request.request_id in self._fallbacks:
             self.plan_stats.record_fallback(self._fallbacks[request.request_id])
