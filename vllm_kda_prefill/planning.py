@@ -208,7 +208,7 @@ def _vllm_config(layout: Layout, asynchronous: bool) -> VllmConfig:
 class Engine:
     """A scheduler of one arm, with what is needed to feed it requests."""
 
-    scheduler: Scheduler
+    scheduler: Any  # stock's scheduler or this fork's, by arm
     hasher: Callable[[Request], list[Any]]
     mtp: int
 
@@ -249,7 +249,7 @@ class Engine:
         self.scheduler.add_request(request)
         return request
 
-    def step(self) -> SchedulerOutput:
+    def step(self) -> Any:
         """Schedule one step and answer it at once, with token 0 wherever a token is sampled."""
         output = self.scheduler.schedule()
         self.answer(output)

@@ -1,5 +1,7 @@
 """GDN metadata carries plans in packed request order, and stock's checkpoint where no plans are bound."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -21,7 +23,7 @@ def builders(request):
     layout = Layout(mtp=request.param, mamba_groups=2)
     config = layout.vllm_config()
     config.cache_config.hash_block_size = config.cache_config.cache_hit_alignment_tokens = 512
-    groups = layout.kv_cache_config().kv_cache_groups
+    groups: list[Any] = layout.kv_cache_config().kv_cache_groups
     return [
         CheckpointedGDNMetadataBuilder(groups[i].kv_cache_spec, groups[i].layer_names, config, torch.device("cpu"))
         for i in (1, 2)

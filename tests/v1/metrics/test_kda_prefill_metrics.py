@@ -1,6 +1,7 @@
 """The planner's counters on their way from the scheduler to `/metrics`."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,7 +30,7 @@ def value(name, **labels):
 
 
 def test_counters_follow_the_schedulers_totals(stats_of_two_prompts):
-    config = SimpleNamespace(model_config=SimpleNamespace(served_model_name=["glm"]))
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(served_model_name=["glm"]))
     logger = KDAPrefillStatLogger(config, 7)
     logger.record(None, None)
     for stats, spans, states in zip(stats_of_two_prompts, (1, 3), (4, 8), strict=True):
@@ -45,7 +46,7 @@ def test_counters_follow_the_schedulers_totals(stats_of_two_prompts):
 
 def test_a_fallback_is_counted_by_its_reason():
     engine = Engine.build(Layout())
-    config = SimpleNamespace(model_config=SimpleNamespace(served_model_name=["glm"]))
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(served_model_name=["glm"]))
     logger = KDAPrefillStatLogger(config, 7)
     request = engine.add("a", list(range(8192)))
     request.append_output_token_ids(1)
