@@ -25,6 +25,7 @@ from vllm_kda_prefill.planning import Arm, Engine, Layout
 
 RUNNING = 256
 ARRIVING = 32
+WARM_UPS = 2
 ARMS: tuple[Arm, Arm] = ("stock", "coalesced")
 
 
@@ -55,35 +56,39 @@ def words(count: int, first: int) -> list[int]:
 
 def measure(layout: Layout, rounds: int, prompt: int) -> dict[str, Lane]:
     """Microseconds a `schedule()` call of every round, by arm."""
-    lanes = {arm: Lane(Engine.build(layout, arm)) for arm in ARMS}
+    lanes: dict[str, Lane] = {arm: Lane(Engine.build(layout, arm)) for arm in ARMS}
     for lane in lanes.values():
         for number in range(RUNNING):
             lane.engine.add(f"running-{number}", words(600, 1000 * number), max_tokens=100_000)
         while any(request.num_output_tokens < 2 for request in lane.engine.scheduler.requests.values()):
             lane.step()
-    gc.collect()
+    steps = -(-ARRIVING * prompt // (layout.budget - 2 * RUNNING * (1 + layout.mtp))) + 4
     gc.disable()
-    for number in range(-2, rounds):
-        order = list(lanes.values())[:: 1 if number % 2 else -1]
-        for lane in order:
-            lane.nanoseconds = lane.steps = 0
-            for arrival in range(ARRIVING):
-                lane.engine.add(f"{number}-{arrival}", words(prompt, 10_000_000 + 40_000 * (32 * number + arrival)), 4)
-        for kind in ("arrivals", "decode"):
-            for _ in range(-(-ARRIVING * prompt // (layout.budget - 2 * RUNNING * (1 + layout.mtp))) + 4):
-                for lane in order:
-                    lane.step()
-            for lane in order:
-                if number >= 0:
-                    lane.close_round(kind)
-                else:
-                    lane.nanoseconds = lane.steps = 0
-        for lane in order:
-            left = [name for name in lane.engine.scheduler.requests if not name.startswith("running")]
-            lane.engine.scheduler.finish_requests(left, RequestStatus.FINISHED_ABORTED)
+    for number in range(WARM_UPS + rounds):
         gc.collect()
+        run_round(list(lanes.values())[:: 1 if number % 2 else -1], number, prompt, steps)
     gc.enable()
+    for lane in lanes.values():
+        lane.rounds = {kind: seconds[WARM_UPS:] for kind, seconds in lane.rounds.items()}
     return lanes
+
+
+def run_round(lanes: list[Lane], number: int, prompt: int, steps: int) -> None:
+    """Prompts arrive and are prefilled, then as many steps of decoding; the lanes take turns in the given order."""
+    for lane in lanes:
+        lane.nanoseconds = lane.steps = 0
+        for arrival in range(ARRIVING):
+            first = 10_000_000 + 40_000 * (ARRIVING * number + arrival)
+            lane.engine.add(f"arrival-{number}-{arrival}", words(prompt, first), max_tokens=4)
+    for kind in ("arrivals", "decode"):
+        for _ in range(steps):
+            for lane in lanes:
+                lane.step()
+        for lane in lanes:
+            lane.close_round(kind)
+    for lane in lanes:
+        left = [name for name in lane.engine.scheduler.requests if name.startswith("arrival")]
+        lane.engine.scheduler.finish_requests(left, RequestStatus.FINISHED_ABORTED)
 
 
 def main(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -38,7 +38,7 @@ class Scripted:
         accepted: How many of the drafts from a position on are right, given request id and position.
     """
 
-    def __init__(self, scripts: dict[str, Sequence[int]], accepted: Callable[[str, int], int]) -> None:
+    def __init__(self, scripts: Mapping[str, Sequence[int]], accepted: Callable[[str, int], int]) -> None:
         self.scripts = scripts
         self.accepted = accepted
 

@@ -59,7 +59,8 @@ def make_batch(
     bf16 = torch.bfloat16
     offsets = offsets if offsets is not None else [[] for _ in query_lens]
     count = sum(1 for row in offsets for offset in row if offset)
-    slots, next_slot = [], rows + 1
+    slots: list[list[int]] = []
+    next_slot = rows + 1
     for row in offsets:
         slots.append([])
         for offset in row:

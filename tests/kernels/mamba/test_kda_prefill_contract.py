@@ -78,7 +78,7 @@ def segmented() -> SegmentedKDAPrefill:
     return SegmentedKDAPrefill(ReferenceLauncher(), num_heads=2, max_num_tokens=512, max_num_seqs=8)
 
 
-PROVIDERS = {"reference": ReferenceKDAPrefill, "segmented": segmented}
+PROVIDERS: dict[str, Any] = {"reference": ReferenceKDAPrefill, "segmented": segmented}
 
 
 @pytest.fixture(params=PROVIDERS)

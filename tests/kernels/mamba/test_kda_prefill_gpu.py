@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ pytestmark = [
 
 HEADS = 4
 PROVIDERS = ["flashkda", "native"]
-HARD_CASES = {
+HARD_CASES: dict[str, dict[str, Any]] = {
     "gaussian": {},
     "gate at the lower bound": {"gate": (30.0, 1.0)},
     "gate at zero": {"gate": (-30.0, 1.0)},

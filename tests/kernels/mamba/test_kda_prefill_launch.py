@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ class FakeLibrary:
 
     def __init__(self, code: int = 0) -> None:
         self.code = code
-        self.launches: list[dict[str, float]] = []
+        self.launches: list[dict[str, Any]] = []
 
     def kda_prefill_record_bytes(self) -> int:
         return 71168

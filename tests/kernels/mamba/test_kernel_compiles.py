@@ -18,6 +18,7 @@ KERNELS = {"prepare_kernel": 1, "recurrence_kernel": 4}
 @needs_nvcc
 @pytest.mark.parametrize("arch", ["9.0a", "12.1a"])
 def test_kernels_compile_without_spills(arch, tmp_path):
+    assert NVCC is not None
     command = build.compile_command(NVCC, [arch], tmp_path / "kernel.so", "-Xptxas", "-v")
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

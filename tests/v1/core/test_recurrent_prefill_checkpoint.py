@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -194,7 +195,8 @@ class TestGrid:
 
     @pytest.mark.parametrize("name", ["page", "attention_block", "hit_alignment", "scheduler_block"])
     def test_sizes_are_whole_chunks(self, name: str) -> None:
-        sizes = {"page": 512, "attention_block": 512, "hit_alignment": 512, "scheduler_block": 512, name: 500}
+        sizes: dict[str, Any] = dict.fromkeys(("page", "attention_block", "hit_alignment", "scheduler_block"), 512)
+        sizes[name] = 500
         with pytest.raises(ValueError, match=f"{name} must be a positive multiple of 16"):
             LookupGrid(**sizes)
 
