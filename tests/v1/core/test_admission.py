@@ -1,0 +1,151 @@
+"""The feature never makes a request wait, be preempted or be refused where stock would run it."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm_kda_prefill.planning import Arm, Engine, Layout
+
+PAGE = 16
+
+
+def random_layout(rng: random.Random) -> Layout:
+    return Layout(
+        attention_block=PAGE,
+        mamba_block=PAGE,
+        dcp=rng.choice([1, 2, 4]),
+        mtp=rng.choice([0, 3]),
+        budget=rng.choice([128, 256]),
+        num_pages=rng.choice([24, 30, 40, 60]),
+        mamba_groups=rng.choice([1, 2]),
+        retention_interval=rng.choice([0, None]),
+        scheduling=rng.choice(["fcfs", "priority"]),
+        max_model_len=1024,
+    )
+
+
+def longest_prompt(layout: Layout) -> int:
+    return max(40, min(400, (layout.num_pages - 12) * PAGE * layout.dcp // 2))
+
+
+def steps(arm: Arm, seed: int, states: Any) -> list[tuple[dict[str, int], set[str]]]:
+    """Scheduled tokens and preempted requests of every step, prompts unique and the prefix cache not read."""
+    rng = random.Random(seed)
+    layout = random_layout(rng)
+    worker = states.ShadowWorker(Engine.build(layout, arm), checked=False)
+    taken, waiting = [], 20
+    while waiting or worker.scheduler.requests:
+        while waiting and rng.random() < 0.4:
+            tokens = [rng.randrange(50_000) for _ in range(rng.randint(1, longest_prompt(layout)))]
+            request = worker.add(f"r{waiting}", tokens, rng.choice([1, 5, 40, 120]), rng.randint(0, 3))
+            request.skip_reading_prefix_cache = True
+            waiting -= 1
+        answer = worker.step()
+        taken.append((dict(answer.output.num_scheduled_tokens), answer.output.preempted_req_ids or set()))
+        worker.deliver(answer)
+    return taken
+
+
+def test_without_sharing_every_step_is_stocks(states: Any) -> None:
+    """The same requests with the same token counts, and the same preemptions.
+
+    A chunk may run on where stock stops for nothing but the prompt's tail; traffic that has no such chunk is
+    compared, and that is most.
+    """
+    preempted = compared = 0
+    for seed in range(16):
+        stock, coalesced = steps("stock", seed, states), steps("coalesced", seed, states)
+        if stock != coalesced:
+            first = next(step for step in zip(stock, coalesced, strict=False) if step[0] != step[1])
+            assert any(count > first[0][0].get(name, 0) for name, count in first[1][0].items()), (seed, first)
+            assert first[1][1] <= first[0][1], (seed, first)
+            continue
+        compared += 1
+        preempted += sum(len(names) for _, names in stock)
+    assert compared >= 10
+    assert preempted > 20
+
+
+def stock_twin(scheduler: Scheduler) -> Scheduler:
+    """Stock's scheduler in the same state: pages, entries, free list, requests."""
+    shared = [
+        scheduler.vllm_config,
+        scheduler.kv_cache_config,
+        scheduler.structured_output_manager,
+        scheduler.kv_event_publisher,
+        scheduler.encoder_cache_manager,
+        scheduler.retention,  # type: ignore[attr-defined]
+        *(request.sampling_params for request in scheduler.requests.values()),
+    ]
+    twin = copy.deepcopy(scheduler, {id(thing): thing for thing in shared})
+    twin.__class__ = AsyncScheduler if isinstance(scheduler, AsyncScheduler) else Scheduler
+    twin.kv_cache_manager.__class__ = KVCacheManager
+    twin.cache_config = scheduler.vllm_config.cache_config
+    return twin
+
+
+def paired_steps(seed: int, states: Any) -> Iterator[tuple[Layout, SchedulerOutput, SchedulerOutput]]:
+    """Each step of random traffic with shared and branching prompts, and what stock would do in its place."""
+    rng = random.Random(seed)
+    layout, asynchronous = random_layout(rng), rng.random() < 0.5
+    worker = states.ShadowWorker(Engine.build(layout, asynchronous=asynchronous), seed, checked=False)
+    base = [rng.randrange(50_000) for _ in range(500)]
+    answers: deque[Any] = deque()
+    waiting = 14
+    while waiting or worker.scheduler.requests:
+        while waiting and rng.random() < 0.3:
+            length = rng.randint(1, longest_prompt(layout))
+            shared = rng.choice([0, length, rng.randint(0, length)])
+            tokens = base[:shared] + [rng.randrange(50_000) for _ in range(length - shared)]
+            worker.add(f"r{waiting}", tokens, rng.choice([1, 5, 40, 120]), rng.randint(0, 3))
+            waiting -= 1
+        stock = stock_twin(worker.scheduler).schedule()
+        answers.append(worker.step())
+        yield layout, stock, answers[-1].output
+        while len(answers) > asynchronous:
+            worker.deliver(answers.popleft())
+
+
+@pytest.fixture
+def _deep_recursion() -> Iterator[None]:
+    """Copying a free list follows its links."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(50_000)
+    yield
+    sys.setrecursionlimit(limit)
+
+
+@pytest.mark.usefixtures("_deep_recursion")
+def test_from_the_same_state_nobody_is_worse_off_than_under_stock(states: Any) -> None:
+    """Nobody is preempted whom stock keeps, and only a longer chunk before them makes others wait a step.
+
+    A chunk that runs on where stock stops takes the tokens, and the pages, that stock would give to the next
+    admission; a request that runs already is left out for want of tokens alone.
+    """
+    longer_chunks = count = 0
+    for seed in range(8):
+        for layout, stock, ours in paired_steps(seed, states):
+            count += 1
+            assert (ours.preempted_req_ids or set()) <= (stock.preempted_req_ids or set())
+            theirs, mine = stock.num_scheduled_tokens, ours.num_scheduled_tokens
+            if mine == theirs:
+                continue
+            longer = [name for name, tokens in mine.items() if tokens > theirs.get(name, 0)]
+            assert longer
+            longer_chunks += 1
+            admitted = {new.req_id for new in stock.scheduled_new_reqs}
+            if theirs.keys() - mine.keys() - admitted:
+                assert layout.budget - sum(mine.values()) < PAGE
+    assert count > 1000
+    assert longer_chunks > 10
