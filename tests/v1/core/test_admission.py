@@ -134,7 +134,7 @@ def test_from_the_same_state_nobody_is_worse_off_than_under_stock(states: Any) -
     admission; a request that runs already is left out for want of tokens alone.
     """
     longer_chunks = count = 0
-    for seed in range(8):
+    for seed in (0, 1, 2, 15, 20, 30):  # The last three preempt where spans are not checked for room.
         for layout, stock, ours in paired_steps(seed, states):
             count += 1
             assert (ours.preempted_req_ids or set()) <= (stock.preempted_req_ids or set())
@@ -147,5 +147,5 @@ def test_from_the_same_state_nobody_is_worse_off_than_under_stock(states: Any) -
             admitted = {new.req_id for new in stock.scheduled_new_reqs}
             if theirs.keys() - mine.keys() - admitted:
                 assert layout.budget - sum(mine.values()) < PAGE
-    assert count > 1000
+    assert count > 800
     assert longer_chunks > 10
