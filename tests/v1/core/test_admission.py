@@ -130,8 +130,8 @@ def _deep_recursion() -> Iterator[None]:
 def test_from_the_same_state_nobody_is_worse_off_than_under_stock(states: Any) -> None:
     """Nobody is preempted whom stock keeps, and only a longer chunk before them makes others wait a step.
 
-    A chunk that runs on where stock stops takes the tokens, and the pages, that stock would give to the next
-    admission; a request that runs already is left out for want of tokens alone.
+    A chunk that runs on where stock stops takes tokens that stock would give to the next; nobody is left out for
+    want of pages.
     """
     longer_chunks = count = 0
     for seed in (0, 1, 2, 15, 20, 30):  # The last three preempt where spans are not checked for room.
@@ -144,8 +144,7 @@ def test_from_the_same_state_nobody_is_worse_off_than_under_stock(states: Any) -
             longer = [name for name, tokens in mine.items() if tokens > theirs.get(name, 0)]
             assert longer
             longer_chunks += 1
-            admitted = {new.req_id for new in stock.scheduled_new_reqs}
-            if theirs.keys() - mine.keys() - admitted:
+            if theirs.keys() - mine.keys():
                 assert layout.budget - sum(mine.values()) < PAGE
     assert count > 800
-    assert longer_chunks > 10
+    assert longer_chunks > 3

@@ -75,6 +75,15 @@ def test_cached_tokens_are_not_below_stocks(pages: int, dcp: int, mtp: int) -> N
     assert all(ours >= 0.99 * theirs for ours, theirs in zip(coalesced, stock, strict=True))
 
 
+@pytest.mark.parametrize("branching", [0.0, 0.35, 0.7])
+def test_turns_at_once_lose_next_to_nothing_in_a_tight_pool(branching: float) -> None:
+    """Spans past stock's stops take pages early: only where every other request has room as well."""
+    layout = Layout(attention_block=PAGE, mamba_block=PAGE, budget=256, num_pages=120)
+    stock = sum(cached_tokens(layout, "stock", seed, branching, concurrency=4) for seed in range(3))
+    coalesced = sum(cached_tokens(layout, "coalesced", seed, branching, concurrency=4) for seed in range(3))
+    assert coalesced >= 0.98 * stock
+
+
 @pytest.mark.parametrize("concurrency", [1, 4])
 @pytest.mark.parametrize("dcp, mtp", [(1, 0), (4, 3)])
 def test_cached_tokens_are_well_above_stocks_with_room(dcp: int, mtp: int, concurrency: int) -> None:

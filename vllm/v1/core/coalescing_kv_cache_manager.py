@@ -10,7 +10,7 @@ changes a block table, and never decides whether a request runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -182,20 +182,39 @@ class CoalescingKVCacheManager(KVCacheManager):
 
     # Admission.
 
-    def has_room(self, request: Request, start: int, end: int, num_lookahead_tokens: int) -> bool:
-        """Whether the query span `[start, end)` of a request can be allocated for sure, states included.
+    def has_room(self, request: Request, num_tokens: int, others: Iterable[Request]) -> bool:
+        """Whether a request's first `num_tokens` tokens can be allocated for sure, states included, and every other
+        request's whole sequence besides.
 
-        An upper bound of what `allocate_slots` will ask for: all of a prefix hit counts as evictable.
+        A span that runs past a stop of stock's takes pages a step earlier than stock would. In a pool too tight
+        for that, another request would wait, or lose its cached prefix.
+
+        Args:
+            request: The request whose span is longer than stock's.
+            num_tokens: Tokens that need a slot, those already allocated included.
+            others: Requests that run or wait; looked at only until they exceed what is free.
         """
-        needed = self.watermark_blocks
+        free = self.block_pool.get_num_free_blocks()
+        needed = self.watermark_blocks + self._most_pages(request, num_tokens)
+        for other in others:
+            if needed > free:
+                break
+            if other is not request:
+                needed += self._most_pages(other, other.num_tokens)
+        return needed <= free
+
+    def _most_pages(self, request: Request, num_tokens: int) -> int:
+        """Upper bound of the free pages that a request's first `num_tokens` tokens still take: all of a prefix hit
+        counts as evictable."""
+        pages = 0
         for manager in self.coordinator.single_type_managers:
             if isinstance(manager, MambaManager):
                 # Running state, hit, copy-on-write and stock's checkpoint, besides the speculative states.
-                needed += 4 + manager.num_speculative_blocks
+                pages += 4 + manager.num_speculative_blocks
             else:
                 held = len(manager.req_to_blocks.get(request.request_id, ()))
-                needed += math.ceil((end + num_lookahead_tokens) / manager.block_size) - held + 1
-        return needed <= self.block_pool.get_num_free_blocks()
+                pages += max(math.ceil(num_tokens / manager.block_size) - held, 0) + 1
+        return pages
 
     # Guards.
 

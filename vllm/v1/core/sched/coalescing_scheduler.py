@@ -9,6 +9,7 @@ request whose token count changed in between keeps stock's own checkpoint at mos
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import vllm.envs as envs
@@ -98,9 +99,7 @@ class CoalescingSchedulerMixin(Scheduler):
         if fallback is None:
             # Stock's own end counts where a page is wider than a chunk may be: it advances inside the page.
             end = max(end, self._span_end(request, start + num_new_tokens))
-            if end > start + stock_tokens and not self.kv_cache_manager.has_room(
-                request, start, end, self.num_lookahead_tokens
-            ):
+            if end > start + stock_tokens and not self._has_room(request, end):
                 fallback = Fallback.NO_ROOM
         if fallback is not None:
             self._fallbacks[request.request_id] = fallback
@@ -132,6 +131,11 @@ class CoalescingSchedulerMixin(Scheduler):
             start < position <= request.shared_prefix_boundary and hashes[position // unit - 1] == block_hash
             for block_hash, position in self._shared_states.items()
         )
+
+    def _has_room(self, request: Request, end: int) -> bool:
+        prefills = (running for running in self.running if running.is_prefill_chunk)
+        others = itertools.chain(prefills, self.kv_holding_waiting, self.waiting)
+        return self.kv_cache_manager.has_room(request, end + self.num_lookahead_tokens, others)
 
     def _span_end(self, request: Request, end: int) -> int:
         """Where a query that could run to `end` ends: with the prompt, or on the page grid."""
