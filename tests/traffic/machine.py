@@ -36,6 +36,22 @@ def layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
     )
 
 
+@st.composite
+def narrow_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
+    """Engines where a few requests fight for pages: wide attention blocks, short chunks, priorities."""
+    return Layout(
+        attention_block=PAGE,
+        mamba_block=PAGE,
+        dcp=draw(st.sampled_from((1, 4))),
+        budget=draw(st.sampled_from((128, 1024))),
+        num_pages=draw(st.sampled_from((10, 13, 17, 24))),
+        max_seqs=8,
+        max_model_len=MAX_MODEL_LEN,
+        long_prefill_threshold=draw(st.sampled_from((0, PAGE))),
+        scheduling="priority",
+    )
+
+
 lengths = st.one_of(
     st.integers(1, 100),
     st.integers(5 * PAGE, 1200),
@@ -53,6 +69,7 @@ class Traffic(RuleBasedStateMachine):
 
     arm: ClassVar[Arm] = "coalesced"
     attention_blocks: ClassVar[Sequence[int]] = (PAGE, PAGE, PAGE // 2)
+    engines: ClassVar[Any] = staticmethod(layouts)
     totals: ClassVar[Any] = None
     """A Counter that sums what all examples did, if set."""
 
@@ -65,7 +82,7 @@ class Traffic(RuleBasedStateMachine):
         seed=st.integers(0, 1000),
     )
     def start(self, data: st.DataObject, policy: Any, asynchronous: bool, seed: int) -> None:
-        layout = data.draw(layouts(self.attention_blocks))
+        layout = data.draw(self.engines(self.attention_blocks))
         self.world = World(Setting(layout, self.arm, policy, asynchronous, seed))
 
     def _known(self, place: int) -> list[int]:
@@ -93,6 +110,24 @@ class Traffic(RuleBasedStateMachine):
         if at % 3:
             leave = leave // PAGE * PAGE + off
         self.world.arrive(text[: max(leave, 0)] + self.world.words(added), outputs, priority)
+
+    @has_texts
+    @rule(place=places, count=st.integers(2, 3), shared=st.integers(0, 300), added=st.integers(1, 100))
+    def burst(self, place: int, count: int, shared: int, added: int) -> None:
+        """Prompts for the same step: a known text, more that they share, and then each its own way."""
+        text = self._known(place) + self.world.words(shared)
+        for tail in range(count):
+            self.world.arrive(text + self.world.words(added + 7 * tail), 1)
+
+    @rule(length=st.integers(4 * PAGE, 20 * PAGE), urgent=st.lists(st.integers(1, 2 * PAGE), min_size=1, max_size=4))
+    def crowd(self, length: int, urgent: list[int]) -> None:
+        """While a long prompt of no importance is computed, short urgent ones come and go on for long."""
+        self.world.arrive(self.world.words(length), 1, 2)
+        self.world.step()
+        for tokens in urgent:
+            self.world.arrive(self.world.words(tokens), 45, 0)
+        for _ in range(12):
+            self.world.step()
 
     @has_texts
     @rule(place=places, added=lengths, outputs=outputs)
@@ -152,3 +187,15 @@ class StockTraffic(Traffic):
     arm = "stock"
     # Stock's pages are equally long: it lengthens the attention page until it is as large as a state.
     attention_blocks = (PAGE,)
+
+
+class NarrowTraffic(Traffic):
+    """Traffic on pools that hold a few requests."""
+
+    engines = staticmethod(narrow_layouts)
+
+
+class StockNarrowTraffic(StockTraffic):
+    """The same on stock's scheduler."""
+
+    engines = staticmethod(narrow_layouts)

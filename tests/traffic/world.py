@@ -82,18 +82,17 @@ class World:
     # What traffic does.
 
     @property
-    def longest_prompt(self) -> int:
-        """Tokens that fit the pool next to the states of one request."""
-        block = self.layout.attention_block * self.layout.dcp
-        states = self.layout.mamba_groups * (6 + self.layout.mtp)
-        return max((self.layout.num_pages - 4 - states) * block - 48, 1)
+    def capacity(self) -> int:
+        """Tokens of a request that fits the pool next to its states: running, source, copy and checkpoint."""
+        states = self.layout.mamba_groups * (4 + self.layout.mtp)
+        return (self.layout.num_pages - 1 - states) * self.layout.attention_block * self.layout.dcp
 
     def words(self, count: int) -> list[int]:
         return [self._random.randrange(self.model.sizes.vocabulary) for _ in range(count)]
 
     def arrive(self, prompt: list[int], outputs: int = 1, priority: int = 0) -> str:
-        """Queue a request whose outputs are random words."""
-        prompt = prompt[: self.longest_prompt]
+        """Queue a request whose outputs are random words; its prompt is cut to what the pool can hold."""
+        prompt = prompt[: self.capacity - outputs - self.layout.mtp - 1]
         request_id = f"r{len(self.texts)}"
         self.texts[request_id] = prompt + self.words(outputs)
         self._prefixes[request_id] = extend_all(self.texts[request_id])

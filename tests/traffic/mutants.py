@@ -1,0 +1,235 @@
+"""Faults planted one at a time, each of which the traffic must find: `python -m tests.traffic.mutants`.
+
+A suite that finds nothing proves nothing unless it finds these. Prints a table; exit status 1 if one survives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from rich.console import Console
+from rich.table import Table
+
+from tests.traffic.machine import PAGE, NarrowTraffic, Traffic
+from tests.traffic.world import Setting, World
+from vllm.v1.attention.backends.gdn_checkpoint import GroupRows
+from vllm.v1.core.coalescing_kv_cache_manager import CoalescingKVCacheManager
+from vllm.v1.core.recurrent_prefill_checkpoint import Retention, WantedState
+from vllm.v1.core.sched.coalescing_scheduler import CoalescingSchedulerMixin
+from vllm.v1.core.tiered_free_queue import TieredFreeQueue
+from vllm_kda_prefill.planning import Layout
+from vllm_kda_prefill.truemodel.migration import Migration
+from vllm_kda_prefill.truemodel.pages import Pages
+from vllm_kda_prefill.truemodel.worker import TrueWorker
+
+Plant = Callable[[], AbstractContextManager[Any]]
+
+BUDGET = settings(
+    max_examples=60,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=(Phase.generate,),
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def around(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
+    """Replace a method by `change(original, self, *arguments)`."""
+
+    @contextmanager
+    def planted() -> Iterator[None]:
+        original = getattr(owner, name)
+
+        def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return change(original, self, *args, **kwargs)
+
+        with patch.object(owner, name, changed):
+            yield
+
+    return planted
+
+
+def replan(change: Callable[[Any], Any]) -> Plant:
+    """Change each bound plan behind the scheduler's back."""
+
+    def bind(original: Any, scheduler: Any, *args: Any) -> Any:
+        plan = original(scheduler, *args)
+        return plan if plan is None else change(plan)
+
+    return around(CoalescingSchedulerMixin, "_bind", bind)
+
+
+def first_only(plan: Any) -> Any:
+    pages = {group: own[:1] for group, own in plan.pages.items()}
+    return dataclasses.replace(plan, positions=plan.positions[:1], pages=pages)
+
+
+def earlier(plan: Any) -> Any:
+    """Every state one chunk too early."""
+    positions = tuple(position - 16 for position in plan.positions)
+    return plan if positions[0] <= plan.start else dataclasses.replace(plan, positions=positions)
+
+
+def stale(original: Any, scheduler: Any, output: Any) -> None:
+    """A request keeps the plan of the step before."""
+    original(scheduler, output)
+    plans = output.kda_prefill_plans
+    kept = {i: plan for i, plan in vars(scheduler).get("_kept", {}).items() if i in output.num_scheduled_tokens}
+    scheduler._kept = dict(plans)
+    plans.update(kept)
+
+
+@contextmanager
+def rolled_rows() -> Iterator[None]:
+    """Destinations of one row with the next row's offsets."""
+    original = GroupRows.of
+
+    def of(rows: Any, group: int) -> GroupRows:
+        own = original(rows, group)
+        return GroupRows(own.offsets, own.slots[::-1].copy())
+
+    with patch.object(GroupRows, "of", of):
+        yield
+
+
+@contextmanager
+def first_groups_rows() -> Iterator[None]:
+    original = GroupRows.of
+
+    def of(rows: Any, group: int) -> GroupRows:
+        return original(rows, group if rows is None else min(rows.slots))
+
+    with patch.object(GroupRows, "of", of):
+        yield
+
+
+def shifted(original: Any, worker: Any, group: int, page: int, after: int, state: Any, history: Any, ends: Any) -> None:
+    """Exports take the raw rows one token too early."""
+    original(worker, group, page, after, state, history, ends)
+    if after > 3:
+        rows, prefixes = history[after - 1 : after + 2], ends[after - 1 : after + 2]
+        worker.pages.write_window(group, page, rows, prefixes)
+
+
+def running_page(original: Any, manager: Any, request: Any, wanted: Any) -> Any:
+    """An export into the page of the request's own running state."""
+    granted, blocks = original(manager, request, wanted)
+    for position, pages in granted.items():
+        for mamba in manager.mamba_managers:
+            own = [block for block in mamba.req_to_blocks[request.request_id] if not block.is_null]
+            granted[position] = pages | {mamba.kv_cache_group_id: own[-1].block_id}
+        break
+    return granted, blocks
+
+
+def free_twice(original: Any, scheduler: Any, blocks: Any, fence: int) -> None:
+    original(scheduler, blocks, fence)
+    original(scheduler, blocks[:1], fence)
+
+
+def next_name(original: Any, manager: Any, request: Any, mamba: Any, block: Any, state: WantedState) -> None:
+    """A state under the name of the boundary before."""
+    position = max(state.position - mamba.block_size, mamba.block_size)
+    original(manager, request, mamba, block, WantedState(position, state.first_class))
+
+
+def too_early(original: Any, migration: Any, request: Any, count: int) -> None:
+    """Resume from the first speculative column whatever was accepted."""
+    if request.accepted > 1:
+        request.accepted -= 1
+    original(migration, request, count)
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Leave it out."""
+
+
+MUTANTS: dict[str, Plant] = {
+    "state named after the boundary before": around(CoalescingKVCacheManager, "_publish", next_name),
+    "hash published, plan dropped": replan(lambda plan: None),
+    "deeper states of a plan not written": replan(first_only),
+    "states exported one chunk early": replan(earlier),
+    "pages of a plan in reverse order": replan(
+        lambda plan: dataclasses.replace(plan, pages={g: own[::-1] for g, own in plan.pages.items()})
+    ),
+    "plan bound to another span": replan(lambda plan: dataclasses.replace(plan, end=plan.end + 1)),
+    "stale plan in the next step": around(CoalescingSchedulerMixin, "_update_after_schedule", stale),
+    "rows of two requests swapped": rolled_rows,
+    "second group writes the first group's pages": first_groups_rows,
+    "export into the running state's page": around(CoalescingKVCacheManager, "grant", running_page),
+    "export's page never freed": around(CoalescingSchedulerMixin, "_free_cow_retained_blocks", nothing),
+    "export's page freed twice": around(CoalescingSchedulerMixin, "_free_cow_retained_blocks", free_twice),
+    "page taken by a hit stays in the free list": around(TieredFreeQueue, "remove", nothing),
+    "preemption keeps unwritten entries": around(CoalescingKVCacheManager, "withdraw_unwritten", nothing),
+    "unwritten block copied for a hit": around(
+        CoalescingKVCacheManager, "copies_unwritten_block", lambda *args, **kwargs: False
+    ),
+    "convolution window one token early": around(TrueWorker, "_export", shifted),
+    "copy-on-write not executed": around(Pages, "copy", nothing),
+    "state resumed before the last accepted draft": around(Migration, "before", too_early),
+    "boundary state not saved after drafts": around(Migration, "after", nothing),
+    "shared-prefix junction forgotten": around(Retention, "junction", lambda *args: 0),
+    "rungs of the ladder forgotten": around(Retention, "rungs", lambda *args: ()),
+}
+
+
+def check_reuse() -> None:
+    """Nothing is missing either: a prompt's rungs and a junction are there for whoever leaves it."""
+    world = World(Setting(Layout(attention_block=PAGE, mamba_block=PAGE, budget=1024, max_model_len=4096)))
+    prompt = world.words(512)
+    world.arrive(prompt)
+    world.drain()
+    for leave, cached in ((470, 448), (400, 384), (310, 256), (330, 288)):
+        before = world.counts["hit tokens"]
+        world.arrive(prompt[:leave] + world.words(60))
+        world.drain()
+        assert world.counts["hit tokens"] - before == cached, f"leaving at {leave} should reuse {cached} tokens"
+
+
+def find(plant: Plant) -> str | None:
+    """How the suite notices a planted fault, or None if it does not."""
+    with ExitStack() as stack:
+        stack.enter_context(plant())
+        for check in (check_reuse, *(lambda m=machine: run(m) for machine in (Traffic, NarrowTraffic))):
+            try:
+                check()
+            except Exception as error:
+                return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return None
+
+
+def run(machine: type) -> None:
+    run_state_machine_as_test(machine, settings=BUDGET)
+
+
+def main(names: list[str]) -> int:
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    check_reuse()
+    table = Table("planted fault", "found by", "seconds")
+    survivors = 0
+    for name in names or MUTANTS:
+        began = time.monotonic()
+        found = find(MUTANTS[name])
+        survivors += found is None
+        table.add_row(name, (found or "[red]NOTHING[/]")[:110].replace("[", r"\["), f"{time.monotonic() - began:.0f}")
+        print(f"{name}: {found}", file=sys.stderr)
+    Console(width=160).print(table)
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
