@@ -144,6 +144,8 @@ def demo(
         check("--plot", plot, plot.suffix in (".png", ".svg", ".pdf"), "name a .png, .svg or .pdf file")
         check("--plot", plot, plot.absolute().parent.is_dir(), "make its folder first")
         check("--plot", plot, os.access(plot.absolute().parent, os.W_OK), "choose a folder you can write to")
+        check("--plot", plot, not plot.is_dir(), "it is a folder; name a file")
+        check("--plot", plot, not plot.exists() or os.access(plot, os.W_OK), "the file cannot be written over")
 
     from vllm_kda_prefill.tables import print_demo, progress
 
@@ -185,15 +187,16 @@ def check_model(folder: Path, mtp: int) -> None:
     try:
         config = json.loads(path.read_text())
         (architecture,) = config["architectures"]
-    except (OSError, ValueError, KeyError, TypeError):
-        fail(f"--model {folder}: its config.json names no architecture; give one of a GLM5Next model")
-    check(
-        "--model",
-        folder,
-        architecture.startswith("Glm5Next"),
-        f"{architecture} has no KDA layers; use a GLM5Next model",
-    )
-    layers = config.get("text_config", config).get("num_nextn_predict_layers", 0)
+        check(
+            "--model",
+            folder,
+            architecture.startswith("Glm5Next"),
+            f"{architecture} has no KDA layers; use a GLM5Next model",
+        )
+        check("--model", folder, bool(config.get("model_type")), "its config.json has no model_type; add it")
+        layers = int(config.get("text_config", config).get("num_nextn_predict_layers", 0))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        fail(f"--model {folder}: its config.json is not one of a GLM5Next model ({error}); give one that is")
     check("--mtp", mtp, mtp == 0 or layers > 0, f"{path} has no num_nextn_predict_layers; give --mtp 0")
 
 

@@ -163,7 +163,18 @@ def test_bad_value_is_one_line_and_status_2(arguments, named, way_out):
     assert way_out in line
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '{"architectures": ["LlamaForCausalLM"]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "{}",
+        "[]",
+        '{"architectures": ["LlamaForCausalLM"]}',
+        '{"architectures": [5]}',
+        '{"architectures": ["Glm5NextForCausalLM"], "model_type": "m", "text_config": null}',
+        '{"architectures": ["Glm5NextForCausalLM"], "model_type": "m", "num_nextn_predict_layers": "x"}',
+    ],
+)
 def test_unfit_model_is_one_line(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     done = run("plan", "--model", str(tmp_path))
@@ -173,11 +184,18 @@ def test_unfit_model_is_one_line(tmp_path, text):
 
 
 def test_drafts_need_a_draft_layer(tmp_path):
-    (tmp_path / "config.json").write_text('{"architectures": ["Glm5NextForCausalLM"]}')
+    (tmp_path / "config.json").write_text('{"architectures": ["Glm5NextForCausalLM"], "model_type": "glm5_next_text"}')
     done = run("plan", "--mtp", "2", "--model", str(tmp_path))
     assert done.returncode == 2
     assert "--mtp 2" in done.stderr
     assert "--mtp 0" in done.stderr
+
+
+def test_a_picture_needs_a_file(tmp_path):
+    (tmp_path / "dir.png").mkdir()
+    done = run("demo", "--plot", str(tmp_path / "dir.png"))
+    assert done.returncode == 2
+    assert "it is a folder; name a file" in done.stderr
 
 
 def test_demo_draws_and_checks_every_answer(tmp_path):

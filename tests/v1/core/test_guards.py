@@ -1,4 +1,4 @@
-"""Two faults of stock vLLM 0.33.0, each in its smallest case: stock has it, the coalescing scheduler has not.
+"""Faults of stock vLLM 0.33.0, each in its smallest case: stock has it, the coalescing scheduler has not.
 
 The label-checking worker of conftest.py raises where a request reads, or the prefix cache promises, something that
 was never computed. docs/upstream.md tells both in plain words.

@@ -147,7 +147,7 @@ SEAMS = (
         name="KV cache manager",
         how="the scheduler's own KVCacheManager takes on a subclass after it is built",
         why="grants exports their pages, and makes a request wait that would copy an unwritten attention block",
-        goes_when="the two faults in docs/upstream.md are fixed and stock grants more than one checkpoint page",
+        goes_when="the faults in docs/upstream.md are fixed and stock grants more than one checkpoint page",
         upstream={
             "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": "8c60d937fd9eb0c8",
             "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.get_num_blocks_to_allocate": "4500949e3f03d550",

@@ -49,6 +49,8 @@ class PrefillPlan:
     positions: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.positions, tuple):
+            raise ValueError(f"checkpoint positions are a tuple, got {self.positions!r}")
         values = (self.start, self.end, *self.positions)
         if any(type(value) is not int for value in values):
             raise ValueError(f"a prefill plan holds plain integers, got {values}")
@@ -211,6 +213,8 @@ class Retention:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"unknown retention policy {self.policy!r}; choose one of {', '.join(POLICIES)}")
+        if self.interval is not None and self.interval < 0:
+            raise ValueError(f"retention interval {self.interval} is negative; use 0, a page multiple or None")
 
     def rungs(self, prompt_tokens: int) -> tuple[int, ...]:
         """States kept of a prompt of `prompt_tokens` tokens, sorted; logarithmically many under `ladder`.

@@ -82,6 +82,8 @@ def bind_rows(
     if not plans:
         return None
     rows = {request_id: row for row, request_id in enumerate(request_ids)}
+    if len(rows) != len(request_ids):
+        raise PlanMismatchError(f"the batch names a request twice: {list(request_ids)}")
     offsets = np.zeros((len(request_ids), MAX_CHECKPOINTS), np.int32)
     slots = {group: np.zeros_like(offsets) for group in group_ids}
     owners: dict[int, str] = {}
