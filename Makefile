@@ -13,7 +13,7 @@ ARGS ?=
 IN_VENV := .venv/bin/python -m
 CHECKED := $(wildcard vllm vllm_kda_prefill benchmarks) kda_prefill_finder requirements setup.py tests
 
-.PHONY: help venv demo test gpu-test lint format clean clean-cache
+.PHONY: help venv demo test soak mutants gpu-test lint format clean clean-cache
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do \
@@ -32,6 +32,12 @@ demo: venv  ## Serve a branching conversation on the CPU, stock and coalesced
 
 test: venv  ## Run the CPU test suite (WORKERS=2 spreads it over processes)
 	$(IN_VENV) pytest -n $(WORKERS) $(ARGS) tests
+
+soak: venv  ## Random traffic against the true model for MINUTES (10), with fresh seeds
+	MINUTES=$(or $(MINUTES),10) $(IN_VENV) tests.traffic.soak
+
+mutants: venv  ## Plant faults and show that the traffic tests find them
+	$(IN_VENV) tests.traffic.mutants
 
 gpu-test: venv  ## Run the tests that need a GPU
 	$(IN_VENV) pytest -m gpu $(ARGS) tests
