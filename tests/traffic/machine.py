@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
@@ -27,7 +28,7 @@ def layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
         budget=draw(st.sampled_from((64, 160, 512))),
         num_pages=draw(st.sampled_from((28, 44, 80, 300))),
         mamba_groups=draw(st.sampled_from((1, 2))),
-        retention_interval=draw(st.sampled_from((0, 0, None, 4 * PAGE))),
+        retention_interval=draw(st.sampled_from((0, 0, None, None, 4 * PAGE))),
         block_drop=draw(st.booleans()) and mtp > 0,
         max_seqs=draw(st.sampled_from((3, 16))),
         max_model_len=MAX_MODEL_LEN,
@@ -37,18 +38,32 @@ def layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
 
 
 @st.composite
-def narrow_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
-    """Engines where a few requests fight for pages: wide attention blocks, short chunks, priorities."""
+def crowded_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
+    """Engines where two requests fight for pages, in short chunks and by priority."""
     return Layout(
         attention_block=PAGE,
         mamba_block=PAGE,
-        dcp=draw(st.sampled_from((1, 4))),
-        budget=draw(st.sampled_from((128, 1024))),
-        num_pages=draw(st.sampled_from((10, 13, 17, 24))),
+        budget=128,
+        num_pages=draw(st.sampled_from((13, 17))),
         max_seqs=8,
         max_model_len=MAX_MODEL_LEN,
-        long_prefill_threshold=draw(st.sampled_from((0, PAGE))),
+        long_prefill_threshold=PAGE,
         scheduling="priority",
+    )
+
+
+@st.composite
+def wide_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
+    """Engines whose attention blocks hold several states, so that most hits copy a block."""
+    return Layout(
+        attention_block=PAGE,
+        mamba_block=PAGE,
+        dcp=4,
+        mtp=draw(st.sampled_from((0, 3))),
+        budget=1024,
+        num_pages=draw(st.sampled_from((40, 60))),
+        max_seqs=8,
+        max_model_len=MAX_MODEL_LEN,
     )
 
 
@@ -169,6 +184,19 @@ class Traffic(RuleBasedStateMachine):
         if now:
             self.world.reset_prefix_cache(preempt)
 
+    @rule(attention=st.booleans())
+    def evict(self, attention: bool) -> None:
+        """One kind of page lives longer than the other."""
+        self.world.evict(attention)
+
+    @has_texts
+    @rule(place=places, shared=st.integers(0, 300), added=st.integers(1, 100))
+    def go_on_without_attention(self, place: int, shared: int, added: int) -> None:
+        """A known text's attention pages are gone, its states are not, and several prompts go on from it."""
+        self.world.drain()
+        self.world.evict(attention=True)
+        self.burst(place, 2, shared, added)
+
     @rule(now=seldom)
     def drain(self, now: bool) -> None:
         if now:
@@ -189,13 +217,34 @@ class StockTraffic(Traffic):
     attention_blocks = (PAGE,)
 
 
-class NarrowTraffic(Traffic):
-    """Traffic on pools that hold a few requests."""
+class CrowdedTraffic(Traffic):
+    """Traffic on pools that hold one or two requests."""
 
-    engines = staticmethod(narrow_layouts)
+    engines = staticmethod(crowded_layouts)
 
 
-class StockNarrowTraffic(StockTraffic):
-    """The same on stock's scheduler."""
+class WideTraffic(Traffic):
+    """Traffic on wide attention blocks."""
 
-    engines = staticmethod(narrow_layouts)
+    engines = staticmethod(wide_layouts)
+
+
+class StockPlainTraffic(StockTraffic):
+    """Traffic on stock's scheduler where its two faults cannot show: no wide blocks, no priorities."""
+
+    engines = staticmethod(lambda blocks: layouts(blocks).map(lambda engine: replace(engine, dcp=1, scheduling="fcfs")))
+
+
+class StockCrowdedTraffic(StockTraffic):
+    """Crowded traffic on stock's scheduler."""
+
+    engines = staticmethod(crowded_layouts)
+
+
+class StockWideTraffic(StockTraffic):
+    """Wide traffic on stock's scheduler."""
+
+    engines = staticmethod(wide_layouts)
+
+
+MACHINES: tuple[type[Traffic], ...] = (Traffic, CrowdedTraffic, WideTraffic)

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.traffic.machine import NarrowTraffic, Traffic
+from tests.traffic.machine import MACHINES
 
 ROUND = settings(
     max_examples=40,
@@ -48,7 +48,7 @@ def main() -> int:
     totals: Counter[str] = Counter()
     number = first
     while time.monotonic() - began < minutes * 60:
-        machine = (Traffic, NarrowTraffic)[number % 2]
+        machine = MACHINES[number % len(MACHINES)]
         machine.totals = totals
         print(f"seed {number} ({machine.__name__})", end=" ", flush=True)
         try:

@@ -6,6 +6,7 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from tests.traffic.invariants import (
@@ -109,6 +110,18 @@ class World:
         self.scheduler.reset_prefix_cache(reset_running_requests=preempt)
         self.counts["resets"] += 1
 
+    def evict(self, attention: bool) -> None:
+        """Evict all that attention, or all that the recurrent groups, have in the cache and nobody uses."""
+        self._learn_names()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        lost = {
+            page
+            for group, page, _ in cache_entries(self.scheduler, self._names)
+            if (group == self.server.worker.attention_group) == attention and pool.blocks[page].ref_cnt == 0
+        }
+        pool.evict_blocks(lost)
+        self.counts["evictions"] += len(lost)
+
     @property
     def live(self) -> list[str]:
         return [request_id for request_id, request in self.requests.items() if not request.is_finished()]
@@ -139,7 +152,7 @@ class World:
             check_tables(self.scheduler, worker)
         self.server.in_flight.popleft()
         self.server.logits |= result.logits
-        self.server._report(output, result)
+        self.server.report(output, result)
         check_ownership(self.scheduler)
         self._check_finished()
         self.broken = False
@@ -218,6 +231,4 @@ class World:
 
 def extend_all(text: list[int]) -> Fingerprints:
     """Fingerprints of every prefix of a text, the empty one first."""
-    import numpy as np
-
     return np.concatenate([[EMPTY], extend(EMPTY, text)]).astype(np.int64)

@@ -65,10 +65,11 @@ class Server:
         output = self.in_flight.popleft()
         result = self.worker.execute(output)
         self.logits |= result.logits
-        self._report(output, result)
+        self.report(output, result)
         return output
 
-    def _report(self, output: SchedulerOutput, result: StepResult) -> None:
+    def report(self, output: SchedulerOutput, result: StepResult) -> None:
+        """Tell the scheduler what a step sampled and guessed."""
         scheduler = self.engine.scheduler
         request_ids = list(result.sampled)
         scheduler.update_from_output(
