@@ -79,6 +79,10 @@ class CoalescingSchedulerMixin(Scheduler):
         start = request.num_computed_tokens + num_new_local_computed_tokens + num_external_computed_tokens
         if start >= request.num_prompt_tokens and start >= request.num_tokens - 1:
             return num_new_tokens  # Decoding: most calls.
+        if start == 0 and num_new_tokens > request.num_tokens:
+            # A prompt of one token, padded with placeholder drafts. With no state before it the worker runs it
+            # as a prefill, which keeps the state after the placeholders; one token alone is right.
+            return request.num_tokens
         is_admission = request.num_computed_tokens == 0
         if is_admission and self._waits_for_this_step(request, start, num_new_local_computed_tokens):
             return 0
