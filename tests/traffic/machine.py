@@ -230,9 +230,13 @@ class WideTraffic(Traffic):
 
 
 class StockPlainTraffic(StockTraffic):
-    """Traffic on stock's scheduler where its two faults cannot show: no wide blocks, no priorities."""
+    """Traffic on stock's scheduler where its faults cannot show: no wide blocks, priorities or drafts."""
 
-    engines = staticmethod(lambda blocks: layouts(blocks).map(lambda engine: replace(engine, dcp=1, scheduling="fcfs")))
+    engines = staticmethod(
+        lambda blocks: layouts(blocks).map(
+            lambda engine: replace(engine, dcp=1, mtp=0, block_drop=False, scheduling="fcfs")
+        )
+    )
 
 
 class StockCrowdedTraffic(StockTraffic):

@@ -22,7 +22,7 @@ def run(machine: type[Traffic], first_seed: int, examples: int) -> None:
     run_state_machine_as_test(seed(first_seed)(machine), settings=budget)
 
 
-@pytest.mark.parametrize(("machine", "examples"), zip(MACHINES, (25, 12, 20), strict=True))
+@pytest.mark.parametrize(("machine", "examples"), list(zip(MACHINES, (25, 12, 20), strict=True)))
 def test_nothing_wrong_is_ever_served(machine, examples):
     run(machine, first_seed=0, examples=examples)
 
@@ -31,7 +31,7 @@ def test_states_are_there_for_whoever_leaves_a_prompt():
     check_reuse()
 
 
-def test_stock_is_right_where_its_two_faults_cannot_show():
+def test_stock_is_right_where_its_faults_cannot_show():
     run(StockPlainTraffic, first_seed=0, examples=15)
 
 
