@@ -206,7 +206,7 @@ class Traffic(RuleBasedStateMachine):
         if hasattr(self, "world") and not self.world.broken:
             self.world.drain()
             if self.totals is not None:
-                self.totals.update(self.world.counts)
+                self.totals.update(self.world.counts, engines=1)
 
 
 class StockTraffic(Traffic):

@@ -1,6 +1,7 @@
 """Hostile traffic with random seeds for as long as wanted: `MINUTES=30 python -m tests.traffic.soak`.
 
-Prints a line a round, and on a failure the seed, the failure and the smallest case that still fails.
+Prints a line a round, about every ten seconds, with the totals so far; on a failure the seed, the failure and the
+smallest case that still fails.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.traffic.machine import MACHINES
 
 ROUND = settings(
-    max_examples=40,
+    # About ten seconds on a shared core.
+    max_examples=6,
     stateful_step_count=30,
     deadline=None,
     database=None,
@@ -56,7 +58,8 @@ def main() -> int:
         except Exception as error:
             print(f"FAILED: {type(error).__name__}: {error}")
             print("\n".join(getattr(error, "__notes__", ())))
-            print(f"again: SEED={number} MINUTES=0.01 python -m tests.traffic.soak")
+            print(f"until then: {summary(totals)}")
+            print(f"again: SEED={number} MINUTES=0.01 python -m tests.traffic.soak", flush=True)
             return 1
         print(f"ok, {(time.monotonic() - began) / 60:.1f} of {minutes:g} minutes; {summary(totals)}", flush=True)
         number += 1

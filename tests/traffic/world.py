@@ -18,6 +18,7 @@ from tests.traffic.invariants import (
     check_ownership,
     check_tables,
 )
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE, Policy
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -73,6 +74,7 @@ class World:
         self.model = MODELS[self.layout.mamba_groups]
         engine = Engine.build(self.layout, setting.arm, setting.policy, setting.asynchronous)
         self.scheduler = engine.scheduler
+        self._count_evictions()
         sampler = Scripted(self.texts, self._accepted)
         self.server = Server(engine, self.layout, self.model, sampler, checks_reads=True)
 
@@ -120,7 +122,7 @@ class World:
             if (group == self.server.worker.attention_group) == attention and pool.blocks[page].ref_cnt == 0
         }
         pool.evict_blocks(lost)
-        self.counts["evictions"] += len(lost)
+        self.counts["evictions forced"] += len(lost)
 
     @property
     def live(self) -> list[str]:
@@ -178,6 +180,18 @@ class World:
         assert not self.server.worker.requests
 
     # Bookkeeping and checks.
+
+    def _count_evictions(self) -> None:
+        """Count the pages that are taken from the free list while they hold a cached entry."""
+        queue = self.scheduler.kv_cache_manager.block_pool.free_block_queue
+        take = queue.popleft_n
+
+        def taken(count: int) -> list[KVCacheBlock]:
+            blocks = take(count)
+            self.counts["evictions"] += sum(block.block_hash is not None for block in blocks)
+            return blocks
+
+        queue.popleft_n = taken
 
     def _count(self, output: SchedulerOutput) -> None:
         self.counts["steps"] += 1
