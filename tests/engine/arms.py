@@ -7,17 +7,23 @@ import os
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.engine.glm import write_config
+
 RUN_ARM = Path(__file__).with_name("run_arm.py")
 GATE = "VLLM_B12X_KDA_PREFILL_COALESCING"
+SPLIT = ("VLLM_GLM53_SPLIT_TARGET_BLOCK_SIZE", "VLLM_GLM53_SPLIT_MAMBA_BLOCK_SIZE")
 
 
 @dataclass(frozen=True)
 class Arm:
-    """How one engine is started."""
+    """How one engine is started; `split` is the attention and the recurrent page, None for stock's own."""
 
     gate: bool
     eager: bool = True
@@ -25,13 +31,16 @@ class Arm:
     policy: str = "ladder"
     backend: str = "auto"
     pages: int | None = None
+    split: tuple[str, str] | None = ("512", "512")
+    cache_gib: int = 4
     label: str = ""
 
     @property
     def name(self) -> str:
         return (
             f"{'on' if self.gate else 'off'}-{'eager' if self.eager else 'graphs'}-mtp{self.mtp}-{self.policy}"
-            f"-{self.backend}{f'-{self.pages}pages' if self.pages else ''}{self.label and '-' + self.label}"
+            f"-{self.backend}-{'x'.join(self.split or ('stock',))}{f'-{self.pages}pages' if self.pages else ''}"
+            f"{self.label and '-' + self.label}"
         )
 
     def engine_arguments(self, model: Path) -> dict[str, Any]:
@@ -47,7 +56,7 @@ class Arm:
             "enable_prefix_caching": True,
             # Several arms share the GPU, so none measures what is free.
             "gpu_memory_utilization": 0.1,
-            "kv_cache_memory_bytes": 4 << 30,
+            "kv_cache_memory_bytes": self.cache_gib << 30,
             "enforce_eager": self.eager,
             "max_logprobs": 32,
         }
@@ -61,14 +70,14 @@ class Arm:
 
     def environment(self) -> dict[str, str]:
         """This process's environment with the arm's settings."""
+        split = dict(zip(SPLIT, self.split, strict=True)) if self.split else {}
         return {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name not in SPLIT},
             GATE: str(int(self.gate)),
             "VLLM_B12X_KDA_PREFILL_RETENTION": self.policy,
             "VLLM_B12X_KDA_PREFILL_COALESCING_LOG_LIMIT": "100",
-            "VLLM_GLM53_SPLIT_TARGET_BLOCK_SIZE": "512",
-            "VLLM_GLM53_SPLIT_MAMBA_BLOCK_SIZE": "512",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            **split,
         }
 
 
@@ -132,7 +141,51 @@ def run(arm: Arm, model: Path, steps: list[dict[str, Any]], folder: Path) -> lis
         process.close()
 
 
+class Runs:
+    """Every arm's answers, a few engines at a time on the one GPU; an arm that failed fails the tests that ask for it.
+
+    `KDA_ENGINE_ARMS` (names, comma separated) runs some of the arms only; tests of the others are skipped. Logs and
+    answers are kept in the folder `KDA_ENGINE_LOGS` if it is set.
+    """
+
+    def __init__(self, arms: dict[str, tuple[Arm, list[dict[str, Any]]]], folder: Path, at_once: int = 6) -> None:
+        self.folder = Path(os.environ.get("KDA_ENGINE_LOGS", folder))
+        self.arms = {name: arm for name, (arm, _) in arms.items()}
+        self.model = write_config(folder / "glm")
+        chosen = os.environ.get("KDA_ENGINE_ARMS")
+        names = [name.strip() for name in chosen.split(",")] if chosen else list(arms)
+        with ThreadPoolExecutor(at_once) as pool:
+            self._futures = {
+                name: pool.submit(run, *(arms[name][0], self.model, arms[name][1], self.folder))
+                for name in names
+                if name in arms
+            }
+        for name, future in self._futures.items():
+            if not future.exception():
+                kept = self.folder / f"{self.arms[name].name}.answers.json"
+                kept.write_text(json.dumps(future.result()))
+
+    def answers(self, name: str) -> list[Any]:
+        """One answer a step; of a step with one prompt, that prompt's.
+
+        Raises:
+            RuntimeError: The arm ended early.
+        """
+        if name not in self._futures:
+            pytest.skip(f"KDA_ENGINE_ARMS leaves {name!r} out")
+        return [answer[0] if isinstance(answer, list) else answer for answer in self._futures[name].result()]
+
+    def log(self, name: str) -> str:
+        """The arm's log."""
+        return (self.folder / f"{self.arms[name].name}.log").read_text()
+
+
 def prompt(length: int, seed: int) -> list[int]:
     """Random token ids, the same for the same seed."""
     source = random.Random(seed)
     return [source.randrange(10, 31900) for _ in range(length)]
+
+
+def generate(tokens: list[int], max_tokens: int, logprobs: int) -> dict[str, Any]:
+    """A step that sends one prompt."""
+    return {"generate": [tokens], "max_tokens": max_tokens, "logprobs": logprobs}

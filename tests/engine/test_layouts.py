@@ -1,0 +1,99 @@
+"""The real engine on other page sizes: as large as `kda-prefill layout` says, hits where it says, the same answers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.engine.arms import Arm, Runs, generate, prompt
+from tests.engine.compare import difference, rounded
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+
+GIB = 8
+LENGTHS = (100, 1024, 2048, 8192, 9000)
+BRANCHES = (7900, 7400, 6500, 5000)
+BASE = prompt(8192, 1)
+
+
+def steps() -> list[dict[str, Any]]:
+    cold = [generate(prompt(length, 1000 + length), 16, 20) for length in LENGTHS]
+    branches = [generate(BASE[:at] + prompt(8192 - at, at), 4, 20) for at in BRANCHES]
+    return [*cold, {"reset": True}, generate(BASE, 4, 20), *branches, {"summary": True}]
+
+
+ARMS: dict[str, tuple[Arm, list[dict[str, Any]]]] = {
+    "stock": (Arm(False, split=None, cache_gib=GIB), steps()),
+    "stock again": (Arm(False, split=None, cache_gib=GIB, label="again"), steps()),
+    "stock 512/512": (Arm(False, cache_gib=GIB, label="8gib"), steps()),
+    "512/512": (Arm(True, cache_gib=GIB, label="8gib"), steps()),
+    "512/1024": (Arm(True, split=("512", "1024"), cache_gib=GIB), steps()),
+    "auto": (Arm(True, split=("auto", "auto"), cache_gib=GIB), steps()),
+    "refused": (Arm(True, split=None, cache_gib=GIB), [{"summary": True}]),
+}
+HITS = {"512/512": [7680, 7168, 6144, 4096], "512/1024": [7680, 6144, 6144, 4096], "auto": [7168, 7168, 6144, 4096]}
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(ARMS, tmp_path_factory.mktemp("layouts"), at_once=4)
+
+
+@pytest.fixture(scope="session")
+def predicted(runs: Runs) -> dict[str, Any]:
+    """Layouts by name, as `kda-prefill layout` reports them for the same model and memory."""
+    from vllm_kda_prefill.cache_report import EngineShape, PageSizes, make_report
+
+    shape = EngineShape(runs.model, mtp=3, max_model_len=40000)
+    reports = [make_report(shape, GIB << 30, sizes).as_json() for sizes in (None, PageSizes(512, 1024))]
+    layouts = {name: layout for report in reports for name, layout in report["layouts"].items()}
+    return {**layouts, "auto": layouts[reports[0]["auto"]], "stock 512/512": layouts["512/512"]}
+
+
+def cached(answers: list[Any]) -> list[int]:
+    return [answer["cached"] for answer in answers[len(LENGTHS) + 2 : -1]]
+
+
+@pytest.mark.parametrize("arm", ["stock", "stock 512/512", "512/512", "512/1024", "auto"])
+def test_the_cache_is_as_large_as_predicted(arm, runs, predicted):
+    pages = runs.answers(arm)[-1]["num_pages"]
+    logged = re.search(r"GPU KV cache size: ([\d,]+) tokens", runs.log(arm))
+    assert logged is not None
+    tokens = int(logged[1].replace(",", ""))
+    print(
+        f"\n{arm}: {pages} pages, {tokens:,} tokens; {predicted[arm]['blocks']}, {predicted[arm]['tokens_of_cache']:,}"
+    )
+    assert pages == predicted[arm]["blocks"]
+    assert tokens == predicted[arm]["tokens_of_cache"]
+
+
+@pytest.mark.parametrize("arm", HITS)
+def test_branches_hit_the_states_that_were_predicted(arm, runs, predicted):
+    rungs = [0, *predicted[arm]["ladders"][8192]["positions"]]
+    assert [max(rung for rung in rungs if rung <= at) for at in BRANCHES] == HITS[arm]
+    assert cached(runs.answers(arm)) == HITS[arm]
+
+
+def test_stocks_layout_has_one_state_that_they_reach(runs):
+    assert cached(runs.answers("stock")) == [4608] * len(BRANCHES)
+
+
+@pytest.mark.parametrize("arm", ["stock 512/512", "512/512", "512/1024", "auto"])
+def test_answers_equal_those_of_stocks_layout(arm, runs):
+    stock, again, ours = (runs.answers(name)[: len(LENGTHS)] for name in ("stock", "stock again", arm))
+    own = [difference(a, b) for a, b in zip(stock, again, strict=True)]
+    found = [difference(a, b) for a, b in zip(stock, ours, strict=True)]
+    print(f"\n{arm}: stock against itself {rounded(own)}, against stock {rounded(found)}")
+    assert max(found) <= 2 * max(own)
+
+
+def test_the_gate_refuses_stocks_pages_and_names_the_way_out(runs):
+    with pytest.raises(RuntimeError) as failure:
+        runs.answers("refused")
+    message = str(failure.value)
+    assert "recurrent pages of 4608 tokens leave" in message
+    assert "VLLM_GLM53_SPLIT_TARGET_BLOCK_SIZE" in message
+    assert "VLLM_GLM53_SPLIT_MAMBA_BLOCK_SIZE" in message
+    assert "Loading weights" not in runs.log("refused")
