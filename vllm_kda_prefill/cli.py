@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
+from vllm_kda_prefill.bench.command import app as bench_app
 from vllm_kda_prefill.layout_command import layout as layout_command
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ def plan(
 
 
 app.command("layout")(layout_command)
+app.add_typer(bench_app, name="bench")
 
 
 @app.command()

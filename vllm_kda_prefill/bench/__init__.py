@@ -1,0 +1,1 @@
+"""Serving measurements: clients, arms, suites, records and the report. What measures needs httpx and numpy only."""

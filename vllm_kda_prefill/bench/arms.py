@@ -1,0 +1,72 @@
+"""The ways to serve the same model that are compared, each a stock `vllm serve` with settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vllm_kda_prefill.bench.errors import BenchError
+
+GATE = "VLLM_B12X_KDA_PREFILL_COALESCING"
+RETENTION = "VLLM_B12X_KDA_PREFILL_RETENTION"
+LOG_LIMIT = "VLLM_B12X_KDA_PREFILL_COALESCING_LOG_LIMIT"
+SPLIT = ("VLLM_GLM53_SPLIT_TARGET_BLOCK_SIZE", "VLLM_GLM53_SPLIT_MAMBA_BLOCK_SIZE")
+SCHEDULERS = "vllm_kda_prefill.bench.stopping_scheduler"
+LOGGED_PLANS = 24
+"""Few enough to be used up by warm-ups and probes: logging takes no time from a timed request."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to serve.
+
+    Attributes:
+        name: What records call it.
+        coalesces: Whether the gate is on.
+        environment: Variables on top of the runner's own.
+        arguments: More arguments of `vllm serve`.
+        equal_to: The arm whose states this one keeps by ending queries, or empty.
+    """
+
+    name: str
+    coalesces: bool
+    environment: Mapping[str, str]
+    arguments: tuple[str, ...] = ()
+    equal_to: str = ""
+
+
+KINDS: dict[str, str] = {
+    "stock": "the gate off",
+    "ladder": "the gate on, policy ladder",
+    "replay": "the gate on, policy replay",
+    "equal": "the gate off; queries end where ladder keeps a state, as few as stock's scheduler can",
+    "equal-ends": "the same, and a query ends at the prompt's last state too, which stock keeps without",
+}
+
+
+def make_arm(text: str, page: int) -> Arm:
+    """The arm of a name, or of `NAME@BLOCKS` for a KV cache of that many blocks.
+
+    Args:
+        text: As on the command line.
+        page: Tokens of an attention and of a recurrent page; 0 leaves stock's.
+
+    Raises:
+        BenchError: There is no such arm.
+    """
+    kind, at, blocks = text.partition("@")
+    if kind not in KINDS or (at and not (blocks.isdigit() and int(blocks) > 0)):
+        raise BenchError(f"--arms {text}: give some of {', '.join(KINDS)}, with @BLOCKS for a KV cache of that size")
+    coalesces = kind in ("ladder", "replay")
+    environment = {GATE: str(int(coalesces)), LOG_LIMIT: str(LOGGED_PLANS if coalesces else 0)}
+    if coalesces:
+        environment[RETENTION] = kind
+    environment |= {name: str(page) for name in SPLIT if page}
+    arguments: list[str] = ["--num-gpu-blocks-override", blocks] if at else []
+    if kind.startswith("equal"):
+        if not page:
+            raise BenchError(f"--arms {text}: it needs pages of a known size; give --page")
+        factory = "end_at_tail_too" if kind == "equal-ends" else "end_at_rungs"
+        # Dense enough to keep the state of every query's end, which is all that this scheduler adds to stock's.
+        arguments += ["--scheduler-cls", f"{SCHEDULERS}.{factory}", "--prefix-cache-retention-interval", str(page)]
+    return Arm(text, coalesces, environment, tuple(arguments), "ladder" + at + blocks if "equal" in kind else "")

@@ -1,0 +1,7 @@
+"""What ends a measurement."""
+
+from __future__ import annotations
+
+
+class BenchError(Exception):
+    """A measurement that cannot be made or believed; the message is one line with the value and the way out."""

@@ -1,0 +1,91 @@
+"""Which suites a run makes, with their sizes, and how they share its time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from vllm_kda_prefill.bench.budget import Budget
+from vllm_kda_prefill.bench.errors import BenchError
+from vllm_kda_prefill.bench.lanes import Lane
+from vllm_kda_prefill.bench.records import Recorder
+from vllm_kda_prefill.bench.suites import branches, cold, conversations, decode
+from vllm_kda_prefill.bench.workloads import Conversations
+
+SHARES = {"cold": 3.0, "branches": 2.0, "decode": 3.0, "conversations": 4.0, "growth": 1.5}
+"""Suites in the order they run, and the part of the time each gets of what is left."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run's settings; records keep them.
+
+    Attributes:
+        suites: Which, of `SHARES`.
+        sizes: Prompt tokens of `cold` and of the probes.
+        growth_sizes: Prompt tokens of `growth`.
+        points: Where `branches` leaves its prompts.
+        contexts: Prompt tokens of `decode`.
+        samples: Most rounds of a suite.
+        output_tokens: Tokens a request decodes.
+        workload: What `conversations` serves.
+        traces: Most traces of it.
+        seed: Of every prompt.
+        only: Suite -> arms that take part; suites not named take all.
+    """
+
+    suites: tuple[str, ...] = ("cold",)
+    sizes: tuple[int, ...] = cold.SIZES
+    growth_sizes: tuple[int, ...] = cold.GROWTH_SIZES
+    points: tuple[int, ...] = branches.POINTS
+    contexts: tuple[int, ...] = decode.CONTEXTS
+    samples: int = 20
+    output_tokens: int = decode.OUTPUT
+    workload: Conversations = Conversations()  # noqa: RUF009  (frozen)
+    traces: int = 3
+    seed: int = 1
+    only: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for suite in (*self.suites, *self.only):
+            if suite not in SHARES:
+                raise BenchError(f"--suites {suite}: give some of {', '.join(SHARES)}")
+        counts = (*self.sizes, *self.growth_sizes, *self.points, *self.contexts, self.samples, self.output_tokens)
+        if not self.sizes or min(counts) < 1:
+            raise BenchError("sizes, points, contexts, --samples and --output-tokens are all at least 1")
+        if max(self.points, default=1) >= branches.SIZE:
+            raise BenchError(f"--points {max(self.points)}: give points inside the prompt, below {branches.SIZE}")
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+async def run(plan: Plan, lanes: Sequence[Lane], recorder: Recorder, budget: Budget) -> None:
+    """Run the plan's suites, each in its share of what is left of the budget."""
+    pending = [suite for suite in SHARES if suite in plan.suites]
+    while pending:
+        suite = pending[0]
+        share = budget.share(SHARES[suite] / sum(SHARES[name] for name in pending))
+        names = plan.only.get(suite)
+        taking_part = [lane for lane in lanes if names is None or lane.name in names]
+        await _run_suite(suite, plan, taking_part, recorder, share)
+        pending.pop(0)
+
+
+async def _run_suite(suite: str, plan: Plan, lanes: Sequence[Lane], recorder: Recorder, budget: Budget) -> None:
+    if not lanes:
+        return
+    if suite == "cold":
+        await cold.run(lanes, plan.sizes, plan.samples, plan.seed, recorder, budget)
+    elif suite == "branches":
+        await branches.run(lanes, plan.points, plan.samples, plan.seed, recorder, budget)
+    elif suite == "conversations":
+        await conversations.run(lanes, plan.workload, plan.traces, recorder, budget)
+    elif suite == "decode":
+        contexts, output = plan.contexts, plan.output_tokens
+        await decode.run(
+            lanes, contexts, decode.CONCURRENCIES, plan.samples, output, plan.seed, recorder, budget
+        )
+    else:
+        await cold.run(lanes, plan.growth_sizes, min(plan.samples, 5), plan.seed, recorder, budget, suite)

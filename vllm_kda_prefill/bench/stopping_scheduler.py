@@ -1,0 +1,94 @@
+"""Stock vLLM keeping as many states as policy `ladder`, the only way it can: by ending queries.
+
+For `vllm serve --scheduler-cls` with the gate off. A prefill chunk ends at the next rung of its prompt; everything
+else is stock's scheduler. `--prefix-cache-retention-interval` of one scheduler block makes stock keep the state of each
+chunk's end.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from vllm.v1.core.recurrent_prefill_checkpoint import LookupGrid, Retention
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+from vllm.v1.request import Request
+
+
+class StoppingMixin(Scheduler):
+    """Goes before `Scheduler` or `AsyncScheduler` among the bases."""
+
+    ends_at_tail = False
+    """Whether a query ends at the prompt's last state as well, which stock keeps inside its last query for free."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._retention = Retention(lookup_grid(self))
+
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        hits = (num_new_local_computed_tokens, num_external_computed_tokens)
+        start = request.num_computed_tokens + sum(hits)
+        if start < request.num_prompt_tokens:
+            rungs = self._retention.rungs(request.num_prompt_tokens)
+            stops = rungs if self.ends_at_tail else rungs[:-1]
+            nearest = min((stop for stop in stops if stop > start), default=start + num_new_tokens)
+            num_new_tokens = min(num_new_tokens, nearest - start)
+        return super()._mamba_block_aligned_split(request, num_new_tokens, *hits)
+
+
+class StoppingScheduler(StoppingMixin, Scheduler):
+    """Ends queries at rungs."""
+
+
+class StoppingAsyncScheduler(StoppingMixin, AsyncScheduler):
+    """The same for asynchronous scheduling."""
+
+
+class TailStoppingScheduler(StoppingScheduler):
+    """Ends queries at rungs and at the prompt's last state."""
+
+    ends_at_tail = True
+
+
+class TailStoppingAsyncScheduler(StoppingAsyncScheduler):
+    """The same for asynchronous scheduling."""
+
+    ends_at_tail = True
+
+
+def lookup_grid(scheduler: Scheduler) -> LookupGrid:
+    """Where lookups of this scheduler's KV cache can resume."""
+    coordinator = scheduler.kv_cache_manager.coordinator
+    managers = coordinator.single_type_managers
+    mamba = [manager for manager in managers if isinstance(manager, MambaManager)]
+    attention = [
+        manager for manager in managers if manager not in mamba and manager.kv_cache_spec.prefix_cacheable
+    ]
+    return LookupGrid(
+        page=mamba[0].block_size,
+        attention_block=math.lcm(*(manager.block_size for manager in attention)),
+        hit_alignment=mamba[0].cache_hit_alignment_tokens,
+        scheduler_block=coordinator.scheduler_block_size,
+        hash_lookahead=scheduler.kv_cache_manager.block_pool.num_hash_lookahead_tokens,
+        drop_block=bool(coordinator.drop_eagle_group_ids),
+    )
+
+
+def end_at_rungs(**kwargs: Any) -> Scheduler:
+    """The scheduler of arm `equal`."""
+    asynchronous = kwargs["vllm_config"].scheduler_config.async_scheduling
+    return (StoppingAsyncScheduler if asynchronous else StoppingScheduler)(**kwargs)
+
+
+def end_at_tail_too(**kwargs: Any) -> Scheduler:
+    """The scheduler of arm `equal-ends`."""
+    asynchronous = kwargs["vllm_config"].scheduler_config.async_scheduling
+    return (TailStoppingAsyncScheduler if asynchronous else TailStoppingScheduler)(**kwargs)

@@ -1,0 +1,1 @@
+"""What is measured; each suite drives any number of lanes that take turns request by request."""

@@ -1,0 +1,33 @@
+"""Follow-ups that leave a cached prompt at chosen points."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm_kda_prefill.bench.budget import Budget
+from vllm_kda_prefill.bench.lanes import Lane, in_turns, timing
+from vllm_kda_prefill.bench.records import Recorder
+from vllm_kda_prefill.bench.workloads import branch, prompt
+
+SIZE = 8192
+POINTS = (7900, 7400, 6500, 5000)
+WARM_UPS = 3
+
+
+async def run(
+    lanes: Sequence[Lane], points: Sequence[int], samples: int, seed: int, recorder: Recorder, budget: Budget
+) -> None:
+    """Each round: a cold prompt, then branches off it from the latest point to the earliest.
+
+    In this order no branch can use a state that an earlier one left behind. Three more rounds go first, unrecorded.
+    """
+    for number in budget.rounds(WARM_UPS + samples):
+        for lane in in_turns(lanes, number):
+            base = prompt(SIZE, "branches", seed, lane.name, number)
+            await lane.cold(base)
+            for point in sorted(points, reverse=True):
+                answer = await lane.client.complete(branch(base, point, seed, lane.name, number))
+                if number >= WARM_UPS:
+                    recorder.add(
+                        "sample", suite="branches", arm=lane.name, round=number - WARM_UPS, point=point, **timing(answer)
+                    )

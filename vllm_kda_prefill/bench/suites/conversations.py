@@ -1,0 +1,50 @@
+"""Conversations that extend and branch: time to first token and cached tokens of every turn."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from vllm_kda_prefill.bench import metrics
+from vllm_kda_prefill.bench.budget import Budget
+from vllm_kda_prefill.bench.lanes import Lane, in_turns, timing
+from vllm_kda_prefill.bench.records import Recorder
+from vllm_kda_prefill.bench.workloads import Conversations
+
+
+async def run(
+    lanes: Sequence[Lane], workload: Conversations, most: int, recorder: Recorder, budget: Budget
+) -> None:
+    """Up to `most` traces of the workload, each from an empty cache; every lane serves the same turns, in turns.
+
+    A trace that outlasts the budget ends early, for all lanes at the same turn.
+    """
+    for number in budget.rounds(most):
+        trace = dataclasses.replace(workload, seed=workload.seed + number)
+        before = {}
+        for lane in lanes:
+            await lane.client.reset_prefix_cache()
+            before[lane.name] = await lane.client.metrics()
+        for index, turn in enumerate(trace):
+            if budget.left < 0:
+                break
+            for lane in in_turns(lanes, index):
+                answer = await lane.client.complete(turn.tokens)
+                recorder.add(
+                    "sample",
+                    suite="conversations",
+                    arm=lane.name,
+                    trace=trace.seed,
+                    turn=index,
+                    user=turn.user,
+                    what=turn.kind,
+                    kept=turn.kept,
+                    **timing(answer),
+                )
+        for lane in lanes:
+            after = await lane.client.metrics()
+            counters = after.since(before[lane.name])
+            held = after[metrics.STATE_PAGES]
+            recorder.add(
+                "counters", suite="conversations", arm=lane.name, trace=trace.seed, counters=counters, state_pages=held
+            )

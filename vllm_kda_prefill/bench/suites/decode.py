@@ -1,0 +1,98 @@
+"""Decoding at a context: tokens and steps a second, one or several requests at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_kda_prefill.bench import metrics
+from vllm_kda_prefill.bench.budget import Budget
+from vllm_kda_prefill.bench.client import Answer
+from vllm_kda_prefill.bench.errors import BenchError
+from vllm_kda_prefill.bench.lanes import Lane, in_turns
+from vllm_kda_prefill.bench.records import Recorder
+from vllm_kda_prefill.bench.workloads import prompt
+
+CONTEXTS = (8192, 32768)
+CONCURRENCIES = (1, 4)
+OUTPUT = 256
+
+
+@dataclass(frozen=True)
+class Window:
+    """The time in which every request decodes: from the last one's first token to the first one's end.
+
+    Attributes:
+        tokens: Tokens that arrived in it, of all requests.
+        seconds: Its length.
+    """
+
+    tokens: int
+    seconds: float
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer]) -> Window:
+        """Of requests that ran at once.
+
+        Raises:
+            BenchError: They did not.
+        """
+        begin = max(answer.sent + answer.arrivals[0].seconds for answer in answers)
+        end = min(answer.sent + answer.arrivals[-1].seconds for answer in answers)
+        if end <= begin:
+            raise BenchError("one request had ended before the last began to decode; raise --output-tokens")
+        tokens = 0
+        for answer in answers:
+            # What had arrived by the window's begin is its start, not part of it.
+            counts = [a.tokens for a in answer.arrivals if answer.sent + a.seconds <= end]
+            started = [a.tokens for a in answer.arrivals if answer.sent + a.seconds <= begin]
+            tokens += counts[-1] - started[-1]
+        return cls(tokens, end - begin)
+
+
+async def run(
+    lanes: Sequence[Lane],
+    contexts: Sequence[int],
+    concurrencies: Sequence[int],
+    samples: int,
+    output: int,
+    seed: int,
+    recorder: Recorder,
+    budget: Budget,
+) -> None:
+    """Each round: prompts are made warm, then decoded at once; steps come from the server's own draft counters."""
+    for number in budget.rounds(samples):
+        for context in contexts:
+            for requests in concurrencies:
+                for lane in in_turns(lanes, number):
+                    await _measure(lane, context, requests, output, (seed, number), recorder, number)
+
+
+async def _measure(
+    lane: Lane, context: int, requests: int, output: int, seed: object, recorder: Recorder, number: int
+) -> None:
+    prompts = [prompt(context, "decode", seed, context, requests, index) for index in range(requests)]
+    for tokens in prompts:
+        await lane.client.complete(tokens)
+    before = await lane.client.metrics()
+    answers = await asyncio.gather(*(lane.client.complete(tokens, output) for tokens in prompts))
+    moved = (await lane.client.metrics()).since(before)
+    drafts, accepted = moved.get(metrics.DRAFTS, 0.0), moved.get(metrics.ACCEPTED, 0.0)
+    window = Window.of(answers)
+    acceptance = 1 + accepted / drafts if drafts else 1.0
+    rate = window.tokens / window.seconds
+    recorder.add(
+        "sample",
+        suite="decode",
+        arm=lane.name,
+        round=number,
+        context=context,
+        requests=requests,
+        output=output,
+        tokens=window.tokens,
+        seconds=round(window.seconds, 6),
+        tokens_per_second=round(rate, 3),
+        acceptance_length=round(acceptance, 4),
+        steps_per_second=round(rate / requests / acceptance, 3),
+    )

@@ -1,0 +1,196 @@
+"""Records to figures: medians, ratios with their intervals, and the bars they are held against."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from vllm_kda_prefill.bench.records import Record
+from vllm_kda_prefill.bench.stats import Ratio, Spread, ratio_of_medians, ratio_of_sums
+
+Row = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One table.
+
+    Attributes:
+        title: What was measured.
+        header: Names of the columns.
+        rows: One for each of an arm's shapes.
+        note: How to read it.
+    """
+
+    title: str
+    header: Row
+    rows: list[Row]
+    note: str = ""
+
+
+class Samples:
+    """Samples of one run, by suite, arm and shape."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self.all = [record for record in records if record["kind"] == "sample"]
+
+    def groups(self, suite: str, *shape: str) -> dict[str, dict[tuple, list[Record]]]:
+        """Arm -> values of `shape` -> samples, in the order of the run."""
+        found: dict[str, dict[tuple, list[Record]]] = defaultdict(lambda: defaultdict(list))
+        for sample in self.all:
+            if sample["suite"] == suite:
+                found[sample["arm"]][tuple(sample[name] for name in shape)].append(sample)
+        return {arm: dict(shapes) for arm, shapes in found.items()}
+
+
+def values(samples: Sequence[Record], name: str) -> list[float]:
+    return [sample[name] for sample in samples]
+
+
+def cold_rates(samples: Sequence[Record]) -> list[float]:
+    """Prompt tokens over time to first token."""
+    return [sample["prompt"] / sample["ttft"] for sample in samples]
+
+
+def speed_up(groups: dict[str, dict[tuple, list[Record]]], arm: str, base: str, shape: tuple) -> Ratio | None:
+    """How many times sooner `arm` gives its first token than `base`."""
+    ours, theirs = groups.get(arm, {}).get(shape), groups.get(base, {}).get(shape)
+    return ratio_of_medians(values(theirs, "ttft"), values(ours, "ttft")) if ours and theirs else None
+
+
+def size_of_cache(arm: str) -> str:
+    """`@BLOCKS` of an arm's name, or nothing."""
+    return arm[arm.index("@") :] if "@" in arm else ""
+
+
+def base_of(arm: str) -> str:
+    """The stock arm that an arm is compared with."""
+    return "stock" + size_of_cache(arm)
+
+
+def text_of(ratio: Ratio | None) -> str:
+    return str(ratio) if ratio else "-"
+
+
+def milliseconds(spread: Spread) -> str:
+    return f"{spread.median * 1e3:.1f} ({spread.low * 1e3:.1f} to {spread.high * 1e3:.1f})"
+
+
+def cold(samples: Samples, suite: str = "cold") -> Section | None:
+    """Cold prompts: TTFT, rate, and how many times sooner than stock and than equal retention."""
+    groups = samples.groups(suite, "size")
+    rows = []
+    for size in sorted({shape for shapes in groups.values() for shape in shapes}):
+        for arm, shapes in groups.items():
+            if size not in shapes:
+                continue
+            ttft, rate = Spread.of(values(shapes[size], "ttft")), Spread.of(cold_rates(shapes[size]))
+            ratios = [
+                text_of(speed_up(groups, arm, base + size_of_cache(arm), size)) if not arm.startswith(base) else ""
+                for base in ("stock", "equal", "equal-ends")
+            ]
+            rows.append((f"{size[0]:,}", arm, str(ttft.count), milliseconds(ttft), f"{rate.median:,.0f}", *ratios))
+    if not rows:
+        return None
+    header = ("prompt", "arm", "n", "TTFT ms", "tokens/s", "vs stock", "vs equal", "vs equal-ends")
+    note = "Median (quartiles). A ratio is the other arm's median TTFT over this one's, with its 95 % interval."
+    title = "Cold prompts" if suite == "cold" else "Time to first token by prompt length"
+    return Section(title, header, rows, note)
+
+
+def branches(samples: Samples) -> Section | None:
+    """Follow-ups that leave an 8K prompt."""
+    groups = samples.groups("branches", "point")
+    rows = []
+    for point in sorted({shape for shapes in groups.values() for shape in shapes}, reverse=True):
+        for arm, shapes in groups.items():
+            if point in shapes:
+                ttft = Spread.of(values(shapes[point], "ttft"))
+                cached = sorted({f"{sample['cached']:,}" for sample in shapes[point]})
+                ratio = speed_up(groups, arm, base_of(arm), point) if arm != base_of(arm) else None
+                rows.append(
+                    (f"{point[0]:,}", arm, str(ttft.count), " / ".join(cached), milliseconds(ttft), text_of(ratio))
+                )
+    header = ("leaves at", "arm", "n", "cached tokens", "TTFT ms", "times sooner than stock")
+    return Section("Branches off an 8,192-token prompt", header, rows) if rows else None
+
+
+def decode(samples: Samples) -> Section | None:
+    """Decoding rates."""
+    groups = samples.groups("decode", "context", "requests")
+    rows = []
+    for shape in sorted({shape for shapes in groups.values() for shape in shapes}):
+        for arm, shapes in groups.items():
+            if shape not in shapes:
+                continue
+            tokens, steps, acceptance = (
+                Spread.of(values(shapes[shape], name))
+                for name in ("tokens_per_second", "steps_per_second", "acceptance_length")
+            )
+            theirs = groups.get(base_of(arm), {}).get(shape)
+            ratio = None
+            if theirs and arm != base_of(arm):
+                ratio = ratio_of_medians(
+                    values(shapes[shape], "steps_per_second"), values(theirs, "steps_per_second")
+                )
+            rows.append(
+                (
+                    f"C{shape[1]}, {shape[0]:,}",
+                    arm,
+                    str(tokens.count),
+                    f"{tokens.median:.1f}",
+                    f"{acceptance.median:.2f}",
+                    f"{steps.median:.1f} ({steps.low:.1f} to {steps.high:.1f})",
+                    text_of(ratio),
+                )
+            )
+    header = ("requests, context", "arm", "n", "tokens/s", "acceptance", "steps/s", "steps/s vs stock")
+    return Section("Decode", header, rows) if rows else None
+
+
+def conversations(samples: Samples) -> Section | None:
+    """Turns of the branch workload: cached share and TTFT by kind of turn."""
+    groups = samples.groups("conversations")
+    kinds = samples.groups("conversations", "what")
+    rows = []
+    for arm, shapes in groups.items():
+        turns = shapes[()]
+        share = sum(values(turns, "cached")) / sum(values(turns, "prompt"))
+        base = groups.get(base_of(arm), {}).get(())
+        cached_ratio = ttft_ratio = None
+        if base and arm != base_of(arm) and sum(values(base, "cached")):
+            pairs = list(zip(values(turns, "cached"), values(base, "cached"), strict=False))
+            cached_ratio = ratio_of_sums(pairs)
+            ttft_ratio = ratio_of_sums(list(zip(values(base, "ttft"), values(turns, "ttft"), strict=False)))
+        by_kind = [
+            milliseconds(Spread.of(values(kinds[arm][(kind,)], "ttft"))) if (kind,) in kinds[arm] else "-"
+            for kind in ("first", "extend", "branch")
+        ]
+        rows.append(
+            (arm, str(len(turns)), f"{share:.1%}", text_of(cached_ratio), *by_kind, text_of(ttft_ratio))
+        )
+    header = (
+        "arm",
+        "turns",
+        "cached share",
+        "cached vs stock",
+        "TTFT first, ms",
+        "TTFT extending, ms",
+        "TTFT branching, ms",
+        "all waits, times shorter than stock",
+    )
+    return Section("Conversations that extend and branch", header, rows) if rows else None
+
+
+def sections(records: Sequence[Record]) -> list[Section]:
+    """Every table that a run's samples give."""
+    samples = Samples(records)
+    found = [
+        cold(samples),
+        branches(samples),
+        decode(samples),
+        conversations(samples),
+        cold(samples, "growth"),
+    ]
+    return [section for section in found if section is not None]
