@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.compare import LISTED
 from tests.engine.glm import write_config
 
 RUN_ARM = Path(__file__).with_name("run_arm.py")
@@ -58,7 +59,7 @@ class Arm:
             "gpu_memory_utilization": 0.1,
             "kv_cache_memory_bytes": self.cache_gib << 30,
             "enforce_eager": self.eager,
-            "max_logprobs": 32,
+            "max_logprobs": LISTED,
         }
         if self.mtp:
             arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": self.mtp}
@@ -148,7 +149,7 @@ class Runs:
     answers are kept in the folder `KDA_ENGINE_LOGS` if it is set.
     """
 
-    def __init__(self, arms: dict[str, tuple[Arm, list[dict[str, Any]]]], folder: Path, at_once: int = 6) -> None:
+    def __init__(self, arms: dict[str, tuple[Arm, list[dict[str, Any]]]], folder: Path, at_once: int = 5) -> None:
         self.folder = Path(os.environ.get("KDA_ENGINE_LOGS", folder))
         self.arms = {name: arm for name, (arm, _) in arms.items()}
         self.model = write_config(folder / "glm")

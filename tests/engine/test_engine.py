@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engine.arms import Arm, Runs, generate, prompt
-from tests.engine.compare import difference, overlap, rounded
+from tests.engine.compare import LISTED, difference, rounded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -32,9 +32,9 @@ def branch(at: int) -> list[int]:
 def steps(branches: tuple[int, ...]) -> list[dict[str, Any]]:
     """Cold prompts; branches after their base; the same branches uncached."""
     cold = [generate(prompt(length, 1000 + length), 64, 1) for length in LENGTHS]
-    hits = [generate(branch(at), 8, 20) for at in branches]
-    uncached = [step for at in branches for step in ({"reset": True}, generate(branch(at), 8, 20))]
-    return [*cold, {"reset": True}, generate(BASE, 8, 20), *hits, *uncached, {"summary": True}]
+    hits = [generate(branch(at), 8, LISTED) for at in branches]
+    uncached = [step for at in branches for step in ({"reset": True}, generate(branch(at), 8, LISTED))]
+    return [*cold, {"reset": True}, generate(BASE, 8, 1), *hits, *uncached, {"summary": True}]
 
 
 FAULT = [generate(BASE, 1, 1), {"zero_state": 7168}, generate(branch(7400), 8, 20)]
@@ -53,7 +53,8 @@ COALESCED = {"flashkda": "stock", "native": "stock", "graphs": "stock graphs", "
 """Coalesced arms, and the stock arm each is compared with."""
 
 
-EXPORT_NOTHING = [index for index, length in enumerate(LENGTHS) if length <= 512]
+ONE_STATE = [index for index, length in enumerate(LENGTHS) if length <= 1024]
+"""Prompts of which at most one state is kept inside a span, as stock keeps it."""
 REPEATABLE = [index for index, length in enumerate(LENGTHS) if length <= 2048]
 """Prompts short enough for stock's sparse attention to take every token: it repeats those to the last bit."""
 
@@ -95,16 +96,10 @@ def check_hits(hits: list[Any], uncached: list[Any], stock: Run) -> str:
         What was found, for the report.
     """
     own = [difference(a, b) for a, b in zip(stock.hits, stock.uncached, strict=True)]
-    own_overlap = [overlap(a, b) for a, b in zip(stock.hits, stock.uncached, strict=True)]
     found = [difference(a, b) for a, b in zip(hits, uncached, strict=True)]
-    found_overlap = [overlap(a, b) for a, b in zip(hits, uncached, strict=True)]
-    report = (
-        f"differences {rounded(found)}, stock's {rounded(own)}; "
-        f"overlap of the next token's top 20 {rounded(found_overlap)}, stock's {rounded(own_overlap)}"
-    )
-    # Two times, and three tokens of twenty: each is the worst of four draws.
+    report = f"differences {rounded(found)}, stock's {rounded(own)}"
+    # Two times: both are the worst of four draws.
     assert max(found) <= 2 * max(own), report
-    assert min(found_overlap) >= min(own_overlap) - 0.15, report
     return report
 
 
@@ -130,9 +125,9 @@ def test_cold_prompts_differ_from_stock_no_more_than_stock_from_itself(arm, runs
     assert max(found) <= 2 * max(own)
 
 
-def test_flashkda_without_exports_is_stock_to_the_last_bit(runs, stock):
+def test_flashkda_with_at_most_one_export_is_stock_to_the_last_bit(runs, stock):
     ours = Run(runs.answers("flashkda"))
-    for index in EXPORT_NOTHING:
+    for index in ONE_STATE:
         assert ours.cold[index]["tokens"] == stock.cold[index]["tokens"]
         assert ours.cold[index]["logprobs"] == stock.cold[index]["logprobs"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.arms import Arm, Runs, generate, prompt
-from tests.engine.compare import difference, rounded
+from tests.engine.compare import LISTED, difference, rounded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -19,9 +19,9 @@ BASE = prompt(8192, 1)
 
 
 def steps() -> list[dict[str, Any]]:
-    cold = [generate(prompt(length, 1000 + length), 16, 20) for length in LENGTHS]
-    branches = [generate(BASE[:at] + prompt(8192 - at, at), 4, 20) for at in BRANCHES]
-    return [*cold, {"reset": True}, generate(BASE, 4, 20), *branches, {"summary": True}]
+    cold = [generate(prompt(length, 1000 + length), 16, LISTED) for length in LENGTHS]
+    branches = [generate(BASE[:at] + prompt(8192 - at, at), 4, 1) for at in BRANCHES]
+    return [*cold, {"reset": True}, generate(BASE, 4, 1), *branches, {"summary": True}]
 
 
 ARMS: dict[str, tuple[Arm, list[dict[str, Any]]]] = {

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests.engine.arms import Arm, prompt
-from tests.engine.compare import difference, overlap
+from tests.engine.compare import difference
 from tests.engine.glm import write_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 CLIENTS = 8
 REQUESTS = 200
 ABORTED = 20
+LISTED = 200
+"""Logprobs a token, less than elsewhere: they all go through HTTP."""
 
 
 class Server:
@@ -41,7 +43,7 @@ class Server:
         command += ["--host", "127.0.0.1", "--port", port, "--served-model-name", "glm"]
         command += ["--skip-tokenizer-init", "--load-format", "seeded", "--language-model-only"]
         command += ["--max-model-len", "20000", "--max-num-batched-tokens", "8192", "--max-num-seqs", "32"]
-        command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--max-logprobs", "32"]
+        command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--max-logprobs", str(LISTED)]
         command += ["--gpu-memory-utilization", "0.1", "--num-gpu-blocks-override", str(pages)]
         command += ["--kv-cache-memory-bytes", str(8 << 30), "--enforce-eager"]
         command += ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}']
@@ -111,7 +113,7 @@ async def ask(client: httpx.AsyncClient, tokens: list[int], salt: str | None, ma
         "prompt": tokens,
         "max_tokens": max_tokens,
         "temperature": 0.0,
-        "logprobs": 20,
+        "logprobs": LISTED,
         "ignore_eos": True,
         "return_tokens_as_token_ids": True,
     }
@@ -174,12 +176,6 @@ def test_two_hundred_requests_answer_as_uncached_and_the_server_stops_cleanly(se
     )
     # Batching alone moves logprobs of answers that hit nothing; a hit may not move them much further.
     assert differences[-1] <= max(2 * cold[-1], 0.3)
-    overlaps = sorted(overlap(answer, uncached) for answer, uncached in pairs if answer["cached"])
-    print(
-        f"top 20 of the first token shared after a hit: {[overlaps[len(overlaps) * p // 100] for p in (0, 2, 10, 50)]}"
-    )
-    # A zeroed state leaves 0.05 to 0.5 in common.
-    assert overlaps[len(overlaps) // 20] >= 0.5
     metrics = server.metrics()
     assert metrics["vllm:num_preemptions_total"] > 0
     assert metrics["vllm:kda_prefill_spans_coalesced_total"] > REQUESTS
