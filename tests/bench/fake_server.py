@@ -76,9 +76,11 @@ class FakeEngine:
             usage = {"prompt_tokens": len(tokens), "completion_tokens": sent}
             yield _event({"choices": [{"text": ""}], "usage": usage})
             await asyncio.sleep(self.step)
-        details = {} if self.fault == "no details" else {"prompt_tokens_details": {"cached_tokens": cached}}
-        usage = {"prompt_tokens": len(tokens), "completion_tokens": output, **details}
-        yield _event({"choices": [], "usage": usage})
+        details: dict[str, Any] = (
+            {} if self.fault == "no details" else {"prompt_tokens_details": {"cached_tokens": cached}}
+        )
+        last = {"prompt_tokens": len(tokens), "completion_tokens": output, **details}
+        yield _event({"choices": [], "usage": last})
         yield "data: [DONE]\n\n"
 
     def metrics(self) -> str:
@@ -108,7 +110,7 @@ def make_app(engine: FakeEngine) -> Starlette:
 
     async def reset(_: Request) -> Response:
         engine.states.clear()
-        return Response()
+        return JSONResponse({"success": engine.fault != "busy"})
 
     async def completions(request: Request) -> Response:
         if engine.fault == "refuses":

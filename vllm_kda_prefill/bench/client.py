@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ from vllm_kda_prefill.bench.errors import BenchError
 from vllm_kda_prefill.bench.metrics import Metrics
 
 TIMEOUT = httpx.Timeout(300.0, connect=10.0)
+RESETS = 10
 DETAILS = "--enable-prompt-tokens-details"
 
 
@@ -101,17 +103,22 @@ class Client:
         return Metrics.parse((await self._get("/metrics")).text)
 
     async def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache.
+        """Empty the prefix cache; a server that is still letting go of its last request gets a moment for it.
 
         Raises:
             BenchError: The server does not offer that.
         """
-        response = await self._send("POST", "/reset_prefix_cache")
-        if response.status_code != httpx.codes.OK:
-            raise BenchError(
-                f"{self.url}/reset_prefix_cache answered {response.status_code}; "
-                "start the server with VLLM_SERVER_DEV_MODE=1"
-            )
+        for _ in range(RESETS):
+            response = await self._send("POST", "/reset_prefix_cache")
+            if response.status_code != httpx.codes.OK:
+                raise BenchError(
+                    f"{self.url}/reset_prefix_cache answered {response.status_code}; "
+                    "start the server with VLLM_SERVER_DEV_MODE=1"
+                )
+            if response.json().get("success"):
+                return
+            await asyncio.sleep(0.2)
+        raise BenchError(f"{self.url} did not empty its prefix cache; send it nothing else while it is measured")
 
     async def complete(self, tokens: list[int], max_tokens: int = 1) -> Answer:
         """Send a prompt of token ids and stream the answer, greedy, of exactly `max_tokens` tokens.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -47,13 +48,17 @@ def finish(run: Coroutine[Any, Any, None], output: Path) -> None:
     from vllm_kda_prefill.bench.summary import sections
     from vllm_kda_prefill.bench.tables import print_sections
 
+    failure = None
     try:
         asyncio.run(run)
+    except BenchError as error:
+        failure = error
+    if output.exists():
         print_sections(sections(list(read(output))))
         print(f"samples: {output}")
-    except BenchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+    if failure is not None:
+        print(f"error: {failure}", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 def make_plan(**settings: Any) -> Plan:
@@ -174,9 +179,7 @@ def ab(
         "2048,4096,8192,16384,32768,65536,131072"
     ),
     contexts: Annotated[str, typer.Option(help="Prompt tokens of suite decode.")] = "8192,32768",
-    only: Annotated[
-        list[str] | None, typer.Option(help="SUITE=ARM,ARM: arms of one suite; repeat for others.")
-    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="SUITE=ARM,ARM: arms of one suite; repeat for others.")] = None,
     samples: SampleCount = 20,
     turns: Turns = 120,
     branching: Branching = 0.5,
@@ -184,6 +187,10 @@ def ab(
     output_tokens: Annotated[int, typer.Option(help="Tokens a request decodes.", min=2)] = 256,
     seconds: Annotated[float, typer.Option(help="Wall-clock time of everything, starts included.", min=60)] = 1800,
     start_seconds: Annotated[float, typer.Option(help="Time the servers have to start.", min=1)] = 600,
+    serve: Annotated[str, typer.Option(help="Command to serve with; default this Python's vllm serve.")] = "",
+    keep_going: Annotated[
+        bool, typer.Option(help="Leave out an arm that does not start and a suite that fails; exit status 1 then.")
+    ] = False,
     seed: Seed = 1,
     output: Output = Path("bench/ab.jsonl"),
     logs: Annotated[Path, typer.Option(help="Folder for the servers' logs.")] = Path("bench/logs"),
@@ -196,6 +203,7 @@ def ab(
     from vllm_kda_prefill.bench.arms import make_arm
     from vllm_kda_prefill.bench.errors import BenchError
     from vllm_kda_prefill.bench.runner import measure_arms
+    from vllm_kda_prefill.bench.server import SERVE
     from vllm_kda_prefill.bench.workloads import Conversations
 
     names = [name.strip() for name in arms.split(",")]
@@ -217,7 +225,11 @@ def ab(
         traces=traces,
         seed=seed,
     )
-    finish(measure_arms(chosen, model, context.args, plan, output, logs, seconds, start_seconds), output)
+    command = tuple(shlex.split(serve)) or SERVE
+    finish(
+        measure_arms(chosen, model, context.args, plan, output, logs, seconds, start_seconds, keep_going, command),
+        output,
+    )
 
 
 def read_only(text: str, arms: list[str]) -> tuple[str, tuple[str, ...]]:

@@ -107,7 +107,7 @@ async def check_after(lane: Lane, before: Metrics, cold_before: int, recorder: R
     if lane.arm is None:
         return
     spans = moved.get(metrics.SPANS, 0)
-    if lane.arm.coalesces and spans < cold:
+    if lane.arm.coalesces and spans < max(cold, 1):
         raise BenchError(
             f"arm {lane.name}: {spans:.0f} spans were coalesced for {cold} cold prompts that were timed; "
             f"fallbacks {moved.get(metrics.FALLBACKS, 0):.0f}: see {metrics.FALLBACKS} for the reasons"

@@ -61,16 +61,33 @@ class Plan:
         return asdict(self)
 
 
-async def run(plan: Plan, lanes: Sequence[Lane], recorder: Recorder, budget: Budget) -> None:
-    """Run the plan's suites, each in its share of what is left of the budget."""
+async def run(
+    plan: Plan, lanes: Sequence[Lane], recorder: Recorder, budget: Budget, keep_going: bool = False
+) -> list[str]:
+    """Run the plan's suites, each in its share of what is left of the budget.
+
+    Returns:
+        Suites that failed, with `keep_going`.
+
+    Raises:
+        BenchError: A suite failed, without `keep_going`.
+    """
+    failed = []
     pending = [suite for suite in SHARES if suite in plan.suites]
     while pending:
         suite = pending[0]
         share = budget.share(SHARES[suite] / sum(SHARES[name] for name in pending))
         names = plan.only.get(suite)
         taking_part = [lane for lane in lanes if names is None or lane.name in names]
-        await _run_suite(suite, plan, taking_part, recorder, share)
+        try:
+            await _run_suite(suite, plan, taking_part, recorder, share)
+        except BenchError as error:
+            if not keep_going:
+                raise
+            recorder.add("failure", suite=suite, error=str(error))
+            failed.append(f"suite {suite} ({error})")
         pending.pop(0)
+    return failed
 
 
 async def _run_suite(suite: str, plan: Plan, lanes: Sequence[Lane], recorder: Recorder, budget: Budget) -> None:
@@ -84,8 +101,6 @@ async def _run_suite(suite: str, plan: Plan, lanes: Sequence[Lane], recorder: Re
         await conversations.run(lanes, plan.workload, plan.traces, recorder, budget)
     elif suite == "decode":
         contexts, output = plan.contexts, plan.output_tokens
-        await decode.run(
-            lanes, contexts, decode.CONCURRENCIES, plan.samples, output, plan.seed, recorder, budget
-        )
+        await decode.run(lanes, contexts, decode.CONCURRENCIES, plan.samples, output, plan.seed, recorder, budget)
     else:
         await cold.run(lanes, plan.growth_sizes, min(plan.samples, 5), plan.seed, recorder, budget, suite)

@@ -13,6 +13,7 @@ from vllm_kda_prefill.bench import plan as plans
 from vllm_kda_prefill.bench.arms import Arm
 from vllm_kda_prefill.bench.budget import Budget
 from vllm_kda_prefill.bench.client import Client
+from vllm_kda_prefill.bench.errors import BenchError
 from vllm_kda_prefill.bench.lanes import Lane, check_after, check_before
 from vllm_kda_prefill.bench.plan import Plan
 from vllm_kda_prefill.bench.records import Recorder
@@ -27,8 +28,17 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-async def measure_lanes(plan: Plan, lanes: Sequence[Lane], recorder: Recorder, budget: Budget) -> None:
-    """Warm up and probe every lane, prove what each is, run the suites, and prove it again."""
+async def measure_lanes(
+    plan: Plan, lanes: Sequence[Lane], recorder: Recorder, budget: Budget, keep_going: bool = False
+) -> list[str]:
+    """Warm up and probe every lane, prove what each is, run the suites, and prove it again.
+
+    Returns:
+        Suites that failed, with `keep_going`.
+
+    Raises:
+        BenchError: A lane is not what it says, or without `keep_going` a suite failed.
+    """
     say("warm-ups and probes")
     for lane in lanes:
         if set(plan.suites) - {"conversations"}:
@@ -37,9 +47,10 @@ async def measure_lanes(plan: Plan, lanes: Sequence[Lane], recorder: Recorder, b
     await warm_up.probe_equal_retention(lanes, plan.sizes[0], plan.seed, recorder)
     before = [(lane, await check_before(lane, recorder), lane.cold_prefills) for lane in lanes]
     say(f"{', '.join(plan.suites)}: {budget.left:.0f} s left")
-    await plans.run(plan, lanes, recorder, budget)
+    failures = await plans.run(plan, lanes, recorder, budget, keep_going)
     for lane, reading, cold in before:
         await check_after(lane, reading, cold, recorder)
+    return failures
 
 
 async def measure_url(
@@ -75,9 +86,22 @@ async def measure_arms(
     logs: Path,
     seconds: float,
     start_seconds: float,
+    keep_going: bool = False,
     serve: tuple[str, ...] = SERVE,
 ) -> None:
     """Start every arm's server at once, measure them in turns, and end them.
+
+    Args:
+        arms: How each is started.
+        model: What `vllm serve` takes.
+        arguments: More arguments for all of them.
+        plan: What to measure.
+        output: File of records.
+        logs: Folder of the servers' logs.
+        seconds: Wall-clock time of everything.
+        start_seconds: Part of it that the servers have to start.
+        keep_going: Leave out an arm that does not start, and go on after a suite that fails; fail in the end.
+        serve: The command that serves.
 
     Raises:
         BenchError: A server does not start, an arm is not what it says, or a sample cannot be believed.
@@ -95,22 +119,49 @@ async def measure_arms(
         }
         with Recorder(output, configuration) as recorder:
             say(f"starting {', '.join(arm.name for arm in arms)}")
-            starts = await asyncio.gather(*(server.wait(start_seconds) for server in servers))
-            lanes += [Lane(s.arm.name, Client(s.url, SERVED_NAME), s.arm, s) for s in servers]
-            for lane, start in zip(lanes, starts, strict=True):
-                recorder.add("started", arm=lane.name, seconds=round(start, 1), facts=_facts(lane))
-            await measure_lanes(plan, lanes, recorder, budget)
+            failures = await _wait(servers, start_seconds, keep_going, recorder)
+            for server in servers:
+                if server.arm.name not in failures:
+                    lanes.append(Lane(server.arm.name, Client(server.url, SERVED_NAME), server.arm, server))
+            try:
+                async with asyncio.timeout(budget.left + SHUTDOWN / 2):
+                    failures += await measure_lanes(plan, lanes, recorder, budget, keep_going)
+            except TimeoutError:
+                raise BenchError(f"not done after {seconds:.0f} s; give more --seconds or fewer suites") from None
+            if failures:
+                raise BenchError(f"not measured: {', '.join(failures)}; what was is in {output}")
     finally:
         for lane in lanes:
             await lane.client.close()
         await asyncio.gather(*(asyncio.to_thread(server.stop) for server in servers))
 
 
-FACTS = ("KDA prefill coalescing: pages", "GPU KV cache size", "Maximum concurrency", "Asynchronous scheduling", "blocks")
+async def _wait(servers: Sequence[Server], seconds: float, keep_going: bool, recorder: Recorder) -> list[str]:
+    """Wait for all servers; returns the arms that did not start, with `keep_going` and at least one that did."""
+    starts = await asyncio.gather(*(server.wait(seconds) for server in servers), return_exceptions=True)
+    failed: list[str] = []
+    for server, start in zip(servers, starts, strict=True):
+        if isinstance(start, BaseException):
+            if not keep_going or not isinstance(start, BenchError) or len(failed) + 1 == len(servers):
+                raise start
+            failed.append(server.arm.name)
+            say(f"left out: {start}")
+            recorder.add("left out", arm=server.arm.name, error=str(start))
+        else:
+            recorder.add("started", arm=server.arm.name, seconds=round(start, 1), facts=_facts(server))
+    return failed
 
 
-def _facts(lane: Lane) -> list[str]:
+FACTS = (
+    "KDA prefill coalescing: pages",
+    "GPU KV cache size",
+    "Maximum concurrency",
+    "Asynchronous scheduling",
+    "blocks",
+)
+
+
+def _facts(server: Server) -> list[str]:
     """Lines of a server's log that say what was built."""
-    assert lane.server is not None
-    lines = [line for line in lane.server.read_log().splitlines() if any(fact in line for fact in FACTS)]
+    lines = [line for line in server.read_log().splitlines() if any(fact in line for fact in FACTS)]
     return [" ".join(line.split())[-300:] for line in lines[:12]]

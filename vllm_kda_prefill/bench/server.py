@@ -45,7 +45,12 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self.log = logs / f"{arm.name.replace('@', '-')}.log"
         self.command = [*serve, model, "--host", "127.0.0.1", "--port", str(port)]
-        self.command += ["--served-model-name", SERVED_NAME, "--enable-prefix-caching", "--enable-prompt-tokens-details"]
+        self.command += [
+            "--served-model-name",
+            SERVED_NAME,
+            "--enable-prefix-caching",
+            "--enable-prompt-tokens-details",
+        ]
         self.command += [*arguments, *arm.arguments]
         try:
             logs.mkdir(parents=True, exist_ok=True)

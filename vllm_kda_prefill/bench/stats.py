@@ -75,10 +75,16 @@ def ratio_of_medians(above: Sequence[float], below: Sequence[float], seed: int =
 
 
 def ratio_of_sums(pairs: Sequence[tuple[float, float]], seed: int = 0) -> Ratio:
-    """Sum of the left values over sum of the right ones, with an interval from resampling the pairs."""
+    """Sum of the left values over sum of the right ones, with an interval from resampling the pairs.
+
+    Some right value is above 0.
+    """
     source = np.random.default_rng(seed)
     values = np.asarray(pairs, dtype=float)
     sums = values[source.integers(0, len(values), (RESAMPLES, len(values)))].sum(axis=1)
-    low, high = np.percentile(sums[:, 0] / sums[:, 1], [50 - 50 * LEVEL, 50 + 50 * LEVEL])
+    with np.errstate(divide="ignore"):
+        ratios = sums[:, 0] / sums[:, 1]
+    # Observed ends: one may be infinite, where a resample has nothing below.
+    low, high = np.percentile(ratios, [50 - 50 * LEVEL, 50 + 50 * LEVEL], method="closest_observation")
     left, right = values.sum(axis=0)
     return Ratio(float(left / right), float(low), float(high))

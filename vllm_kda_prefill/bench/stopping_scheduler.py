@@ -69,9 +69,7 @@ def lookup_grid(scheduler: Scheduler) -> LookupGrid:
     coordinator = scheduler.kv_cache_manager.coordinator
     managers = coordinator.single_type_managers
     mamba = [manager for manager in managers if isinstance(manager, MambaManager)]
-    attention = [
-        manager for manager in managers if manager not in mamba and manager.kv_cache_spec.prefix_cacheable
-    ]
+    attention = [manager for manager in managers if manager not in mamba and manager.kv_cache_spec.prefix_cacheable]
     return LookupGrid(
         page=mamba[0].block_size,
         attention_block=math.lcm(*(manager.block_size for manager in attention)),

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from vllm_kda_prefill.bench.arms import KINDS
 from vllm_kda_prefill.bench.records import Record
 from vllm_kda_prefill.bench.stats import Ratio, Spread, ratio_of_medians, ratio_of_sums
 
@@ -25,7 +26,7 @@ class Section:
 
     title: str
     header: Row
-    rows: list[Row]
+    rows: Sequence[Row]
     note: str = ""
 
 
@@ -41,7 +42,14 @@ class Samples:
         for sample in self.all:
             if sample["suite"] == suite:
                 found[sample["arm"]][tuple(sample[name] for name in shape)].append(sample)
-        return {arm: dict(shapes) for arm, shapes in found.items()}
+        return {arm: dict(found[arm]) for arm in sorted(found, key=rank)}
+
+
+def rank(arm: str) -> tuple[int, str]:
+    """Where an arm comes in tables: by what it is, then by its cache."""
+    kinds = list(KINDS)
+    kind = arm.partition("@")[0]
+    return (kinds.index(kind) if kind in kinds else len(kinds), arm)
 
 
 def values(samples: Sequence[Record], name: str) -> list[float]:
@@ -131,9 +139,7 @@ def decode(samples: Samples) -> Section | None:
             theirs = groups.get(base_of(arm), {}).get(shape)
             ratio = None
             if theirs and arm != base_of(arm):
-                ratio = ratio_of_medians(
-                    values(shapes[shape], "steps_per_second"), values(theirs, "steps_per_second")
-                )
+                ratio = ratio_of_medians(values(shapes[shape], "steps_per_second"), values(theirs, "steps_per_second"))
             rows.append(
                 (
                     f"C{shape[1]}, {shape[0]:,}",
@@ -167,9 +173,7 @@ def conversations(samples: Samples) -> Section | None:
             milliseconds(Spread.of(values(kinds[arm][(kind,)], "ttft"))) if (kind,) in kinds[arm] else "-"
             for kind in ("first", "extend", "branch")
         ]
-        rows.append(
-            (arm, str(len(turns)), f"{share:.1%}", text_of(cached_ratio), *by_kind, text_of(ttft_ratio))
-        )
+        rows.append((arm, str(len(turns)), f"{share:.1%}", text_of(cached_ratio), *by_kind, text_of(ttft_ratio)))
     header = (
         "arm",
         "turns",

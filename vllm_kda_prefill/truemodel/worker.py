@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.gdn_checkpoint import CheckpointedGDNMetadataBuilder, GroupRows
-from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE
+from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE, BoundPlan
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.worker.prefill_plan_rows import CheckpointRows, bind_rows, plans_of
@@ -98,6 +99,8 @@ class TrueWorker:
             PlanMismatchError: A plan does not fit the batch.
             WrongContentError: With `checks_reads`, a page read by a request holds something else.
         """
+        # Before anything else, as this fork's worker does. Stock's scheduler has no plans, and stock's rule applies.
+        plans = plans_of(output) if hasattr(output, PLANS_ATTRIBUTE) else None
         self._update_requests(output)
         # The order of vLLM's runner: recycled pages are zeroed, then copies made, then the forward pass runs.
         self.pages.clear(output.new_block_ids_to_zero or [])
@@ -106,7 +109,7 @@ class TrueWorker:
         if not output.num_scheduled_tokens:
             return StepResult({}, {}, {})
         batch = Batch.of(output, self.requests, self.num_spec)
-        rows = self._bind(output, batch)
+        rows = self._bind(plans, batch)
         for request, count in zip(batch.requests, batch.scheduled.tolist(), strict=True):
             self.migration.before(request, count)
         metadata = {group: self._metadata(batch, group) for group in self.builders}
@@ -138,14 +141,14 @@ class TrueWorker:
 
     # Metadata.
 
-    def _bind(self, output: SchedulerOutput, batch: Batch) -> CheckpointRows | None:
-        """Bind the step's plans to the builders; stock's scheduler has none, and stock's rule applies."""
-        if not hasattr(output, PLANS_ATTRIBUTE):
+    def _bind(self, plans: Mapping[str, BoundPlan] | None, batch: Batch) -> CheckpointRows | None:
+        """Bind the step's plans to the builders, or stock's rule for None."""
+        if plans is None:
             for builder in self.builders.values():
                 builder.bind(None)
             return None
         rows = bind_rows(
-            plans_of(output),
+            plans,
             request_ids=batch.request_ids,
             num_computed_tokens=batch.announced,
             num_scheduled_tokens=batch.scheduled,

@@ -29,5 +29,10 @@ async def run(
                 answer = await lane.client.complete(branch(base, point, seed, lane.name, number))
                 if number >= WARM_UPS:
                     recorder.add(
-                        "sample", suite="branches", arm=lane.name, round=number - WARM_UPS, point=point, **timing(answer)
+                        "sample",
+                        suite="branches",
+                        arm=lane.name,
+                        round=number - WARM_UPS,
+                        point=point,
+                        **timing(answer),
                     )

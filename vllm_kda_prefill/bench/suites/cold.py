@@ -22,10 +22,15 @@ async def run(
     budget: Budget,
     suite: str = "cold",
 ) -> None:
-    """Up to `samples` prompts of each size for every lane, each found to have zero cached tokens."""
-    for number in budget.rounds(samples):
+    """Up to `samples` prompts of each size for every lane, each found to have zero cached tokens.
+
+    Sizes of another suite than `cold` have not been warmed up: their first round is not recorded.
+    """
+    warm_ups = int(suite != "cold")
+    for number in budget.rounds(warm_ups + samples):
         for place, size in enumerate(sizes):
             for lane in in_turns(lanes, number + place):
                 tokens = prompt(size, suite, seed, lane.name, number)
                 answer = await lane.cold(tokens)
-                recorder.add("sample", suite=suite, arm=lane.name, round=number, size=size, **timing(answer))
+                if number >= warm_ups:
+                    recorder.add("sample", suite=suite, arm=lane.name, round=number, size=size, **timing(answer))

@@ -11,14 +11,17 @@ from vllm_kda_prefill.bench.lanes import Lane, in_turns, timing
 from vllm_kda_prefill.bench.records import Recorder
 from vllm_kda_prefill.bench.workloads import Conversations
 
+WARM_UP_TURNS = 16
 
-async def run(
-    lanes: Sequence[Lane], workload: Conversations, most: int, recorder: Recorder, budget: Budget
-) -> None:
+
+async def run(lanes: Sequence[Lane], workload: Conversations, most: int, recorder: Recorder, budget: Budget) -> None:
     """Up to `most` traces of the workload, each from an empty cache; every lane serves the same turns, in turns.
 
     A trace that outlasts the budget ends early, for all lanes at the same turn.
     """
+    for turn in dataclasses.replace(workload, seed=-workload.seed, turns=WARM_UP_TURNS):
+        for lane in lanes:
+            await lane.client.complete(turn.tokens)
     for number in budget.rounds(most):
         trace = dataclasses.replace(workload, seed=workload.seed + number)
         before = {}

@@ -17,6 +17,7 @@ from vllm_kda_prefill.bench.workloads import prompt
 CONTEXTS = (8192, 32768)
 CONCURRENCIES = (1, 4)
 OUTPUT = 256
+WARM_UP_OUTPUT = 24
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,10 @@ async def run(
     budget: Budget,
 ) -> None:
     """Each round: prompts are made warm, then decoded at once; steps come from the server's own draft counters."""
+    for context in contexts:
+        for requests in concurrencies:
+            for lane in lanes:
+                await _decode(lane, context, requests, WARM_UP_OUTPUT, (seed, "warm-up"))
     for number in budget.rounds(samples):
         for context in contexts:
             for requests in concurrencies:
@@ -69,14 +74,19 @@ async def run(
                     await _measure(lane, context, requests, output, (seed, number), recorder, number)
 
 
-async def _measure(
-    lane: Lane, context: int, requests: int, output: int, seed: object, recorder: Recorder, number: int
-) -> None:
+async def _decode(lane: Lane, context: int, requests: int, output: int, seed: object) -> list[Answer]:
+    """Make prompts warm and decode them at once."""
     prompts = [prompt(context, "decode", seed, context, requests, index) for index in range(requests)]
     for tokens in prompts:
         await lane.client.complete(tokens)
+    return await asyncio.gather(*(lane.client.complete(tokens, output) for tokens in prompts))
+
+
+async def _measure(
+    lane: Lane, context: int, requests: int, output: int, seed: object, recorder: Recorder, number: int
+) -> None:
     before = await lane.client.metrics()
-    answers = await asyncio.gather(*(lane.client.complete(tokens, output) for tokens in prompts))
+    answers = await _decode(lane, context, requests, output, seed)
     moved = (await lane.client.metrics()).since(before)
     drafts, accepted = moved.get(metrics.DRAFTS, 0.0), moved.get(metrics.ACCEPTED, 0.0)
     window = Window.of(answers)

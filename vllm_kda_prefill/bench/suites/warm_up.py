@@ -51,17 +51,18 @@ async def probe_equal_retention(lanes: Sequence[Lane], size: int, seed: int, rec
         BenchError: They do not.
     """
     by_name = {lane.name: lane for lane in lanes}
-    pairs = [(lane, by_name.get(lane.arm.equal_to)) for lane in lanes if lane.arm and lane.arm.equal_to]
+    pairs = [(lane, by_name[lane.arm.equal_to]) for lane in lanes if lane.arm and lane.arm.equal_to in by_name]
     base = prompt(size, "equal retention", seed)
     hits: dict[str, list[int]] = {}
-    for lane in dict.fromkeys(lane.name for pair in pairs if pair[1] for lane in pair if lane):
-        await by_name[lane].cold(base)
-        answers = [await by_name[lane].client.complete(branch(base, int(size * part), seed)) for part in BRANCHES]
-        hits[lane] = [answer.cached for answer in answers]
-        recorder.add("probe", arm=lane, name="branches", prompt=size, cached=hits[lane])
+    for name in dict.fromkeys(lane.name for pair in pairs for lane in pair):
+        lane = by_name[name]
+        await lane.cold(base)
+        answers = [await lane.client.complete(branch(base, int(size * part), seed)) for part in BRANCHES]
+        hits[name] = [answer.cached for answer in answers]
+        recorder.add("probe", arm=name, name="branches", prompt=size, cached=hits[name])
     for lane, other in pairs:
-        if other is not None and any(ours < theirs for ours, theirs in zip(hits[lane.name], hits[other.name], strict=True)):
+        ours, theirs = hits[lane.name], hits[other.name]
+        if any(mine < wanted for mine, wanted in zip(ours, theirs, strict=True)):
             raise BenchError(
-                f"arm {lane.name} does not keep the states of {other.name}: branches hit {hits[lane.name]}, "
-                f"there {hits[other.name]}"
+                f"arm {lane.name} does not keep the states of {other.name}: branches hit {ours}, there {theirs}"
             )

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Serving measurements of small GLM-5.3-Flash shapes on one H200, in a checkout on a host with stock vLLM.
+#
+#   benchmarks/measure_h200.sh all   OUT [SECONDS]   every suite with ample KV cache, 540 s
+#   benchmarks/measure_h200.sh tight OUT [SECONDS]   conversations with a quarter of it, 330 s
+#
+# All servers share the GPU and take turns. Samples go to OUT/all.jsonl or OUT/tight.jsonl as they are made, the
+# servers' logs to OUT/logs-*.tgz, and a short table to stdout. What is short of time takes fewer samples.
+# SERVE is another command than vllm serve, for a rehearsal.
+# LOAD_FORMAT (seeded) is vLLM's; tests/engine/seeded_weights.py says what `seeded` needs. PYTHON (python3) runs it.
+set -uo pipefail
+part=${1:?all or tight}
+out=${2:?a folder to write to}
+root=$(cd "$(dirname "$0")/.." && pwd)
+cd "$root"
+python=${PYTHON:-python3}
+scratch=$(mktemp -d)
+mkdir -p "$out"
+export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$root VLLM_USE_FLASHINFER_SAMPLER=0 PYTHONUNBUFFERED=1
+
+"$python" -c 'import pathlib, sys; from tests.engine.glm import write_config
+write_config(pathlib.Path(sys.argv[1]))' "$scratch/glm"
+
+keep_logs() { tar czf "$out/logs-$part.tgz" -C "$scratch" logs; rm -rf "$scratch"; }
+trap keep_logs EXIT
+
+case $part in
+all)
+    seconds=${3:-540}
+    arguments=(--arms "stock,ladder,equal,equal-ends,replay" --suites "cold,branches,decode,conversations,growth"
+        --only cold=stock,ladder,equal,equal-ends --only branches=stock,ladder,replay --only decode=stock,ladder
+        --only conversations=stock,ladder,replay --only growth=stock,ladder
+        --samples 30 --turns 60 --traces 2 --growth-sizes "2048,4096,8192,16384,32768,65536")
+    memory=$((8 << 30))
+    ;;
+tight)
+    # 448 blocks: a quarter of what 8 GiB hold.
+    seconds=${3:-330}
+    arguments=(--arms "stock@448,ladder@448,replay@448" --suites conversations --sizes 8192 --turns 60 --traces 3)
+    memory=$((2 << 30))
+    ;;
+*)
+    echo "error: $part: give all or tight" >&2
+    exit 2
+    ;;
+esac
+
+"$python" -m vllm_kda_prefill bench ab --model "$scratch/glm" "${arguments[@]}" --keep-going \
+    ${SERVE:+--serve "$SERVE"} \
+    --seconds "$seconds" --start-seconds 300 --output "$out/$part.jsonl" --logs "$scratch/logs" -- \
+    --skip-tokenizer-init --load-format "${LOAD_FORMAT:-seeded}" --language-model-only \
+    --max-model-len 70000 --max-num-batched-tokens 8192 --max-num-seqs 8 \
+    --gpu-memory-utilization 0.1 --kv-cache-memory-bytes "$memory" \
+    --speculative-config '{"method": "mtp", "num_speculative_tokens": 3}'

@@ -1,0 +1,150 @@
+"""Arms that are started, proven, measured in turns and ended, over servers that only pretend."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_kda_prefill.bench.arms import make_arm
+from vllm_kda_prefill.bench.budget import Budget
+from vllm_kda_prefill.bench.errors import BenchError
+from vllm_kda_prefill.bench.lanes import in_turns
+from vllm_kda_prefill.bench.server import Server
+
+FAKE = Path(__file__).with_name("fake_server.py")
+SERVE = f"{shlex.quote(sys.executable)} {shlex.quote(str(FAKE))}"
+ROOT = str(Path(__file__).parents[2])
+
+
+def bench(*arguments: str, fault: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_kda_prefill", "bench", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | {"FAULT": fault, "NO_COLOR": "1", "TERM": "dumb"},
+    )
+
+
+def ab(folder: Path, *more: str, arms: str = "stock,ladder,equal", suites: str = "cold", fault: str = ""):
+    quick = ("--sizes", "8192,9000", "--samples", "2", "--turns", "6", "--traces", "1", "--seconds", "90")
+    files = ("--output", str(folder / "ab.jsonl"), "--logs", str(folder / "logs"))
+    arguments = ("ab", "--model", "m", "--serve", SERVE, "--arms", arms, "--suites", suites)
+    return bench(*arguments, *quick, *files, *more, fault=fault)
+
+
+def records(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "ab.jsonl").read_text().splitlines()]
+
+
+def test_every_suite_over_three_arms(tmp_path):
+    suites = "cold,branches,decode,conversations,growth"
+    small = ("--growth-sizes", "2048", "--contexts", "8192", "--output-tokens", "64", "--only", "decode=stock,ladder")
+    done = ab(tmp_path, *small, "--", "--max-num-seqs", "8", suites=suites)
+    assert done.returncode == 0, done.stderr
+    for title in ("Cold prompts", "Branches off", "Decode", "Conversations", "by prompt length"):
+        assert title in done.stdout
+    found = records(tmp_path)
+    assert found[0]["kind"] == "run"
+    assert found[0]["packages"]["vllm"]
+    assert found[0]["configuration"]["arms"]["ladder"]["environment"]["VLLM_B12X_KDA_PREFILL_COALESCING"] == "1"
+    assert found[0]["configuration"]["arms"]["stock"]["command"][-2:] == ["--max-num-seqs", "8"]
+    samples = [record for record in found if record["kind"] == "sample"]
+    cold = [sample for sample in samples if sample["suite"] == "cold"]
+    assert len(cold) == 2 * 2 * 3
+    assert {sample["cached"] for sample in cold} == {0}
+    assert {(s["arm"], s["point"], s["cached"]) for s in samples if s["suite"] == "branches"} >= {
+        ("stock", 7400, 0),
+        ("ladder", 7400, 7168),
+        ("equal", 5000, 4096),
+    }
+    assert {sample["arm"] for sample in samples if sample["suite"] == "decode"} == {"stock", "ladder"}
+    assert {record["when"] for record in found if record["kind"] == "activation"} == {"before", "after"}
+    probes = [record["name"] for record in found if record["kind"] == "probe" and record["arm"] == "ladder"]
+    assert probes == ["cold 8192", "cold 9000", "repeated", "extended", "branches"]
+
+
+@pytest.mark.parametrize(
+    "fault, complaint",
+    [
+        ("idle gate", "arm ladder: the gate is not active (spans 0"),
+        ("gate always on", "arm stock: the gate is active, and must not be"),
+        ("unequal", "arm equal does not keep the states of ladder"),
+        ("warm", "a cold prompt of 8192 tokens found 512 in the prefix cache"),
+        ("does not start", "ended with 1: RuntimeError: the model does not fit"),
+    ],
+)
+def test_a_run_that_cannot_be_believed_fails_with_one_line(tmp_path, fault, complaint):
+    done = ab(tmp_path, fault=fault)
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert complaint in errors[0]
+    assert "Traceback" not in done.stderr
+    assert records(tmp_path)[-1]["kind"] == "failure"
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (("--arms", "stock,fast"), "--arms fast: give some of stock, ladder"),
+        (("--arms", "ladder@0"), "--arms ladder@0"),
+        (("--arms", "stock,stock"), "name each arm once"),
+        (("--suites", "warm"), "--suites warm: give some of cold"),
+        (("--sizes", "8k"), "--sizes 8k: give positive numbers"),
+        (("--only", "cold=ladder"), "--only cold=ladder: give SUITE=ARM"),
+        (("--arms", "equal", "--page", "0"), "give --page"),
+    ],
+)
+def test_values_that_cannot_be_used_end_with_status_two(arguments, complaint):
+    done = bench("ab", "--model", "m", "--arms", "stock", *arguments)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert complaint in line
+
+
+def test_an_argument_that_the_runner_sets_is_refused(tmp_path):
+    with pytest.raises(BenchError, match=r"^--port=1 is set by the runner"):
+        Server(make_arm("stock", 512), "m", ["--port=1"], tmp_path)
+
+
+def test_arms_differ_from_stock_in_what_they_say():
+    stock, ladder, equal = (make_arm(name, 512) for name in ("stock", "ladder@260", "equal"))
+    assert stock.environment["VLLM_B12X_KDA_PREFILL_COALESCING"] == "0"
+    assert stock.arguments == ()
+    assert ladder.environment["VLLM_B12X_KDA_PREFILL_RETENTION"] == "ladder"
+    assert ladder.arguments == ("--num-gpu-blocks-override", "260")
+    assert equal.equal_to == "ladder"
+    assert not equal.coalesces
+    assert {arm.environment["VLLM_GLM53_SPLIT_MAMBA_BLOCK_SIZE"] for arm in (stock, ladder, equal)} == {"512"}
+
+
+def test_lanes_go_first_equally_often():
+    order = [in_turns("abc", number) for number in range(6)]
+    assert sorted(turn[0] for turn in order) == list("aabbcc")
+    assert sorted(turn[-1] for turn in order) == list("aabbcc")
+
+
+def test_a_budget_runs_one_round_at_least_and_then_what_fits():
+    now = [0.0]
+    budget = Budget(10.0, clock=lambda: now[0])
+
+    def rounds(seconds: float, share: Budget) -> int:
+        count = 0
+        for _ in share.rounds(100):
+            now[0] += seconds
+            count += 1
+        return count
+
+    assert rounds(1.0, budget.share(0.5)) == 4
+    assert rounds(100.0, budget.share(0.5)) == 1
+    assert budget.left < 0
+    assert rounds(1.0, budget) == 1

@@ -1,0 +1,51 @@
+"""Medians, spreads and intervals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vllm_kda_prefill.bench.stats import Spread, ratio_of_medians, ratio_of_sums
+
+
+def test_spread_is_the_median_and_the_quartiles():
+    assert Spread.of([4, 1, 3, 2, 5]) == Spread(5, 3.0, 2.0, 4.0)
+
+
+def test_ratio_of_medians_and_its_interval_are_exact_without_noise():
+    ratio = ratio_of_medians([3.0] * 8, [2.0] * 5)
+    assert (ratio.value, ratio.low, ratio.high) == (1.5, 1.5, 1.5)
+    assert str(ratio) == "1.500 (1.500 to 1.500)"
+
+
+def test_the_interval_covers_the_true_ratio_about_as_often_as_it_says():
+    source = np.random.default_rng(7)
+    hits = 0
+    for trial in range(120):
+        above, below = source.normal(3.0, 0.3, 25).tolist(), source.normal(2.0, 0.2, 25).tolist()
+        ratio = ratio_of_medians(above, below, seed=trial)
+        hits += ratio.low <= 1.5 <= ratio.high
+    assert hits / 120 >= 0.88
+
+
+def test_the_interval_narrows_with_samples():
+    source = np.random.default_rng(3)
+    few, many = (
+        ratio_of_medians(source.normal(3, 0.3, n).tolist(), source.normal(2, 0.2, n).tolist()) for n in (6, 600)
+    )
+    assert many.high - many.low < (few.high - few.low) / 3
+
+
+def test_the_same_samples_give_the_same_interval():
+    assert ratio_of_medians([1, 2, 4], [1, 3, 5]) == ratio_of_medians([1, 2, 4], [1, 3, 5])
+
+
+def test_ratio_of_sums_resamples_pairs():
+    ratio = ratio_of_sums([(2.0, 1.0), (20.0, 10.0), (0.2, 0.1)])
+    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_ratio_of_sums_of_pairs_without_anything_below_has_no_upper_end():
+    ratio = ratio_of_sums([(1.0, 0.0), (1.0, 0.0), (2.0, 1.0)])
+    assert ratio.value == 4.0
+    assert ratio.high == float("inf")
