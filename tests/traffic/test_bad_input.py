@@ -2,107 +2,187 @@
 
 from __future__ import annotations
 
-import dataclasses
+import pickle
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.traffic.world import Setting, World
 from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE, BoundPlan
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.worker.prefill_plan_rows import PlanMismatchError, plans_of
+from vllm.v1.worker.prefill_plan_rows import WAY_OUT, PlanMismatchError, plans_of
 from vllm_kda_prefill.planning import Layout
+from vllm_kda_prefill.truemodel.worker import TrueWorker
 
 LAYOUT = Layout(attention_block=32, mamba_block=32, budget=512, num_pages=60, max_model_len=4096)
 
 
-@pytest.fixture
-def scheduled() -> tuple[World, SchedulerOutput]:
-    """Two prompts in one step, scheduled and not run."""
+def memory(worker: TrueWorker) -> list[bytes]:
+    """Every bit of the KV cache and of its shadow."""
+    pages = worker.pages
+    shadows = (pages.row_shadow, pages.state_shadow, pages.window_shadow, pages.group)
+    return [array.tobytes() for array in (pages._buffer.view(torch.int64).numpy(), *shadows)]
+
+
+class Step:
+    """A step with two prompts, scheduled and not run, and the worker's memory before it.
+
+    Attributes:
+        first: Id of the request that computes [0, 200).
+        second: Id of the request that computes [0, 150).
+    """
+
+    def __init__(self, world: World) -> None:
+        self.first, self.second = world.arrive(world.words(200)), world.arrive(world.words(150))
+        self.output = world.server.schedule()
+        self.worker = world.server.worker
+        # Fresh pages are zeroed before anything else, as the scheduler asks: whatever the plans say.
+        self.worker.pages.clear(self.output.new_block_ids_to_zero or [])
+        self.before = memory(self.worker)
+
+    @property
+    def plans(self) -> dict[str, Any]:
+        return getattr(self.output, PLANS_ATTRIBUTE)
+
+    def edit(self, **changes: Any) -> None:
+        """Change the first request's plan past its own checks, as what arrives from another process does."""
+        plan = object.__new__(BoundPlan)
+        plan.__dict__.update(vars(self.plans[self.first]) | changes)
+        self.plans[self.first] = pickle.loads(pickle.dumps(plan))
+
+    def replace_page(self, page: Any) -> None:
+        """Give the first request's shallowest state another page."""
+        self.edit(pages={group: (page, *pages[1:]) for group, pages in self.plans[self.first].pages.items()})
+
+    def refuse(self, match: str) -> None:
+        with pytest.raises(PlanMismatchError, match=match) as refusal:
+            self.worker.execute(self.output)
+        assert str(refusal.value).endswith(WAY_OUT)
+        assert "\n" not in str(refusal.value)
+        assert memory(self.worker) == self.before
+
+
+@pytest.fixture(params=["alone", "beside a decode"])
+def step(request: pytest.FixtureRequest) -> Step:
     world = World(Setting(LAYOUT))
-    world.arrive(world.words(200))
-    world.arrive(world.words(150))
-    return world, world.server.schedule()
+    if request.param != "alone":
+        world.arrive(world.words(300), outputs=20)
+        world.step()
+    return Step(world)
 
 
-def untouched(world: World) -> bool:
-    return not world.server.worker.pages.state_shadow.any() and not world.server.worker.pages.row_shadow.any()
+def test_the_same_step_runs_with_its_own_plans(step):
+    step.worker.execute(step.output)
+    assert memory(step.worker) != step.before
 
 
-def refuse(world: World, output: SchedulerOutput, match: str) -> None:
-    with pytest.raises((PlanMismatchError, ValueError), match=match):
-        world.server.worker.execute(output)
-    assert untouched(world)
+def test_plan_of_a_missing_request(step):
+    step.plans["gone"] = step.plans.pop(step.first)
+    step.refuse("request gone for .*the step has no such request")
 
 
-def test_the_same_step_runs_with_its_own_plans(scheduled):
-    world, output = scheduled
-    world.server.worker.execute(output)
-    assert not untouched(world)
+def test_swapped_plans(step):
+    step.plans[step.first], step.plans[step.second] = step.plans[step.second], step.plans[step.first]
+    step.refuse(rf"request {step.first} for \[0, 150\) .*the step computes 200 tokens")
 
 
-def test_plan_of_a_missing_request(scheduled):
-    world, output = scheduled
-    plans = plans_of(output)
-    plans["gone"] = plans.pop("r0")
-    refuse(world, output, "request gone .* no such request")
+def test_a_longer_span(step):
+    step.edit(end=232)
+    step.refuse(rf"request {step.first} for \[0, 232\) .*the step computes 200 tokens")
 
 
-def test_swapped_plans(scheduled):
-    world, output = scheduled
-    plans = plans_of(output)
-    plans["r0"], plans["r1"] = plans["r1"], plans["r0"]
-    refuse(world, output, r"request r\d for \[0, \d+\) .* computes \[0, \d+\)")
+def test_a_later_span(step):
+    step.edit(start=32, end=232, positions=(128, 160), pages={1: step.plans[step.first].pages[1][:2]})
+    step.refuse(rf"request {step.first} for \[32, 232\) .*computes \[0, 200\) in 200 packed tokens")
 
 
-def test_another_span(scheduled):
-    world, output = scheduled
-    plans = plans_of(output)
-    plans["r0"] = dataclasses.replace(plans["r0"], end=232)
-    refuse(world, output, r"request r0 for \[0, 232\)")
+@pytest.mark.parametrize("page", [60, 10**6, 2**40])
+def test_page_past_the_cache(step, page):
+    step.replace_page(page)
+    step.refuse(rf"request {step.first} .*page {page} is not one of the pages 1 to 59")
 
 
-@pytest.mark.parametrize("page", [60, 10**6])
-def test_page_out_of_range(scheduled, page):
-    world, output = scheduled
-    plan = plans_of(output)["r0"]
-    pages = {group: (page, *pages[1:]) for group, pages in plan.pages.items()}
-    plans_of(output)["r0"] = dataclasses.replace(plan, pages=pages)
-    refuse(world, output, f"page {page} is not one of the pages 1 to 59")
+@pytest.mark.parametrize("page", [0, -1, True, 7.0, np.int64(7), "7", None, [7]])
+def test_page_that_is_no_page_number(step, page):
+    step.replace_page(page)
+    step.refuse(rf"request {step.first}: KV cache group 1: page .*{str(page).strip('[]')}.* is not a page of its own")
 
 
-def test_page_of_another_plan(scheduled):
-    world, output = scheduled
-    plans = plans_of(output)
-    stolen = {group: (plans["r1"].pages[group][0], *pages[1:]) for group, pages in plans["r0"].pages.items()}
-    plans["r0"] = dataclasses.replace(plans["r0"], pages=stolen)
-    refuse(world, output, "destination too")
+def test_page_of_another_plan(step):
+    page = step.plans[step.second].pages[1][0]
+    step.replace_page(page)
+    step.refuse(f"page {page} is request {step.first}'s destination too")
 
 
-def test_pages_of_a_group_that_is_not_there(scheduled):
-    world, output = scheduled
-    plan = plans_of(output)["r0"]
-    plans_of(output)["r0"] = dataclasses.replace(plan, pages={7: plan.pages[1]})
-    refuse(world, output, r"pages for KV cache groups \[7\], the worker has \[1\]")
+@pytest.mark.parametrize(
+    ("pages", "match"),
+    [
+        ({7: (40, 41)}, r"pages for KV cache groups \[7\], the worker has \[1\]"),
+        ({1: (40, 41), 2: (42, 43)}, r"pages for KV cache groups \[1, 2\], the worker has \[1\]"),
+        ({"1": (40, 41)}, r"KV cache groups to tuples of pages, got '1': \(40, 41\)"),
+        ({1: [40, 41]}, r"KV cache groups to tuples of pages, got 1: \[40, 41\]"),
+        ({1: None}, "KV cache groups to tuples of pages, got 1: None"),
+        ({1: (40,)}, "group 1 has 1 pages for 2 checkpoint positions"),
+        ({}, "at least one KV cache group, got {}"),
+        (None, "at least one KV cache group, got None"),
+    ],
+)
+def test_pages_that_are_no_pages_of_the_workers_groups(step, pages, match):
+    step.edit(positions=(128, 160), pages=pages)
+    step.refuse(rf"request {step.first}.*{match}")
 
 
-def test_page_that_the_step_reads(scheduled):
-    world, output = scheduled
-    plan = plans_of(output)["r0"]
-    used = output.scheduled_new_reqs[1].block_ids[0][0]
-    pages = {group: (used, *pages[1:]) for group, pages in plan.pages.items()}
-    plans_of(output)["r0"] = dataclasses.replace(plan, pages=pages)
-    with pytest.raises(AssertionError, match=f"exports go to pages .{used}., which the same step reads or writes"):
-        world.server.worker.execute(output)
-    assert untouched(world)
+def test_page_that_the_step_reads(step):
+    new = {new.req_id: new for new in step.output.scheduled_new_reqs}
+    page = new[step.second].block_ids[0][0]
+    step.replace_page(page)
+    with pytest.raises(AssertionError, match=f"exports go to pages .{page}., which the same step reads or writes"):
+        step.worker.execute(step.output)
+    assert memory(step.worker) == step.before
 
 
 @pytest.mark.parametrize(
     ("positions", "match"),
-    [((32.0,), "plain integers"), ((40,), "multiple of 16"), ((0,), "not inside"), ((64, 32), "sorted and unique")],
+    [
+        ((128.0, 160), r"plain integers, got \(0, 200, 128\.0, 160\)"),
+        ((np.int64(128), 160), r"plain integers, got \(0, 200, np\.int64\(128\), 160\)"),
+        ((True, 160), r"plain integers, got \(0, 200, True, 160\)"),
+        (("128", 160), r"plain integers, got \(0, 200, '128', 160\)"),
+        ((None, 160), r"plain integers, got \(0, 200, None, 160\)"),
+        ([128, 160], r"positions are a tuple, got \[128, 160\]"),
+        (None, "positions are a tuple, got None"),
+        ((), r"1 to 4 checkpoints, got 0: \(\)"),
+        ((32, 64, 96, 128, 160), "1 to 4 checkpoints, got 5"),
+        ((120, 160), "position 120 is not a multiple of 16"),
+        ((0, 160), r"position 0 is not inside the query span \[0, 200\)"),
+        ((160, 200), r"position 200 is not inside the query span \[0, 200\)"),
+        ((160, 128), r"sorted and unique, got \(160, 128\)"),
+        ((160, 160), r"sorted and unique, got \(160, 160\)"),
+    ],
 )
-def test_positions_that_no_plan_takes(positions, match):
+def test_positions_that_no_plan_takes(step, positions, match):
+    step.edit(positions=positions, pages={1: (40, 41)})
+    step.refuse(rf"request {step.first}: .*{match}")
     with pytest.raises(ValueError, match=match):
-        BoundPlan(0, 200, positions, {1: tuple(range(1, len(positions) + 1))})
+        BoundPlan(0, 200, positions, {1: (40, 41)})
+
+
+@pytest.mark.parametrize(("start", "end"), [("0", 200), (0, 200.0), (None, 200), (False, 200), (-16, 184), (200, 0)])
+def test_spans_that_no_plan_takes(step, start, end):
+    step.edit(start=start, end=end)
+    step.refuse(rf"request {step.first}: .*(plain integers|is empty or starts below 0)")
+
+
+@pytest.mark.parametrize("plan", [None, {}, (0, 200, (128,)), "plan"])
+def test_something_else_than_a_plan(step, plan):
+    step.plans[step.first] = plan
+    step.refuse(f"request {step.first} is .*, not a BoundPlan")
+
+
+def test_something_else_than_plans(step):
+    setattr(step.output, PLANS_ATTRIBUTE, [(step.first, step.plans[step.first])])
+    step.refuse("plans are .*, not a dict of plans")
 
 
 def test_output_of_a_scheduler_without_the_gate():
@@ -110,5 +190,5 @@ def test_output_of_a_scheduler_without_the_gate():
     world.arrive(world.words(100))
     output = world.server.schedule()
     assert not hasattr(output, PLANS_ATTRIBUTE)
-    with pytest.raises(PlanMismatchError, match="without this fork's scheduler"):
+    with pytest.raises(PlanMismatchError, match="without this fork's scheduler; set VLLM_B12X_KDA_PREFILL_COALESCING"):
         plans_of(output)

@@ -71,5 +71,5 @@ def test_architectures_the_kernel_cannot_run_on_are_skipped(tmp_path):
         "-gencode=arch=compute_90a,code=sm_90a",
         "-gencode=arch=compute_121a,code=sm_121a",
     ]
-    with pytest.raises(ValueError, match=r"none of 8\.0, 10\.0a runs"):
-        build.compile_command("nvcc", ["8.0", "10.0a"], tmp_path / "kernel.so")
+    with pytest.raises(ValueError, match=r"none of 8\.0, 10\.0a, Hopper, 9\.x runs .* TORCH_CUDA_ARCH_LIST"):
+        build.compile_command("nvcc", ["8.0", "10.0a", "Hopper", "9.x"], tmp_path / "kernel.so")

@@ -6,13 +6,15 @@ gpu_worker = pytest.importorskip("vllm.v1.worker.gpu_worker", reason="stock's GP
 
 from types import SimpleNamespace  # noqa: E402
 
-from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE  # noqa: E402
+from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE, BoundPlan  # noqa: E402
 from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
 from vllm.v1.worker.coalescing_worker import CoalescingWorker  # noqa: E402
 from vllm.v1.worker.gpu.model_states.checkpointed_mamba_hybrid import (  # noqa: E402
     CheckpointedMambaHybridModelState,
 )
 from vllm.v1.worker.prefill_plan_rows import PlanMismatchError  # noqa: E402
+
+PLAN = BoundPlan(0, 1024, (512,), {1: (30,)})
 
 
 @pytest.fixture
@@ -31,9 +33,22 @@ def worker(monkeypatch):
 
 def test_a_steps_plans_reach_the_model_state(worker):
     output = SchedulerOutput.make_empty()
-    setattr(output, PLANS_ATTRIBUTE, {"a": "plan"})
+    output.num_scheduled_tokens["a"] = 1024
+    setattr(output, PLANS_ATTRIBUTE, {"a": PLAN})
     assert worker.execute_model(output) == "done"
-    assert worker.model_runner.model_state._plans == {"a": "plan"}
+    assert worker.model_runner.model_state._plans == {"a": PLAN}
+
+
+@pytest.mark.parametrize(("request_id", "tokens"), [("a", 1023), ("b", 1024)])
+def test_a_plan_for_another_step_never_reaches_the_runner(worker, monkeypatch, request_id, tokens):
+    ran = []
+    monkeypatch.setattr(gpu_worker.Worker, "execute_model", lambda self, output: ran.append(output))
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens[request_id] = tokens
+    setattr(output, PLANS_ATTRIBUTE, {"a": PLAN})
+    with pytest.raises(PlanMismatchError, match=r"request a for \[0, 1024\) at \[512\]"):
+        worker.execute_model(output)
+    assert not ran
 
 
 def test_warm_up_needs_no_plans_and_a_step_does(worker):

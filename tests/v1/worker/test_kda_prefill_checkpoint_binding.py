@@ -92,6 +92,7 @@ def test_a_scheduler_output_from_an_engine_without_the_gate_is_refused():
 
 def test_plans_survive_the_way_to_a_worker_process():
     output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens["long"] = 8192
     setattr(output, PLANS_ATTRIBUTE, {"long": PLAN})
     assert plans_of(pickle.loads(pickle.dumps(output))) == {"long": PLAN}
     encoded = msgspec.msgpack.encode({"long": PLAN})

@@ -49,6 +49,14 @@ class PrefillPlan:
     positions: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Check the rules above, also for a plan that another process sent: unpickling does not.
+
+        Raises:
+            ValueError: As for the class.
+        """
         if not isinstance(self.positions, tuple):
             raise ValueError(f"checkpoint positions are a tuple, got {self.positions!r}")
         values = (self.start, self.end, *self.positions)
@@ -90,12 +98,14 @@ class BoundPlan(PrefillPlan):
 
     pages: Mapping[int, tuple[int, ...]]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.pages:
-            raise ValueError("a bound plan needs the pages of at least one KV cache group")
+    def check(self) -> None:
+        super().check()
+        if not isinstance(self.pages, Mapping) or not self.pages:
+            raise ValueError(f"a bound plan needs the pages of at least one KV cache group, got {self.pages!r}")
         seen: set[int] = set()
         for group, pages in self.pages.items():
+            if type(group) is not int or not isinstance(pages, tuple):
+                raise ValueError(f"a bound plan maps KV cache groups to tuples of pages, got {group!r}: {pages!r}")
             if len(pages) != len(self.positions):
                 raise ValueError(
                     f"KV cache group {group} has {len(pages)} pages for {len(self.positions)} checkpoint positions"

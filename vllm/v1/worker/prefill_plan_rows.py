@@ -15,12 +15,30 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm.v1.core.recurrent_prefill_checkpoint import MAX_CHECKPOINTS, PLANS_ATTRIBUTE, BoundPlan
+from vllm.v1.core.sched.output import SchedulerOutput
 
 Int32Rows = npt.NDArray[np.int32]
 
 
+WAY_OUT = (
+    "the step was not run; run the same version of this fork with the same settings in every process of the engine, "
+    "and report this line if that is so"
+)
+
+
 class PlanMismatchError(RuntimeError):
-    """A plan and the worker's own batch disagree."""
+    """A plan and the worker's own batch disagree.
+
+    Args:
+        problem: What differs, with the values of both sides.
+        way_out: What to do about it.
+    """
+
+    def __init__(self, problem: str, way_out: str = WAY_OUT) -> None:
+        super().__init__(problem, way_out)
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.args))
 
 
 @dataclass(frozen=True)
@@ -36,19 +54,40 @@ class CheckpointRows:
     slots: Mapping[int, Int32Rows]
 
 
-def plans_of(scheduler_output: Any) -> dict[str, BoundPlan]:
-    """The plans of a scheduler output.
+def plans_of(scheduler_output: SchedulerOutput) -> dict[str, BoundPlan]:
+    """The plans of a scheduler output, each in itself and with what the step schedules in order.
+
+    Call it before the step does anything.
 
     Raises:
-        PlanMismatchError: It has none, not even an empty set: a scheduler without the gate made it.
+        PlanMismatchError: The output has none, not even an empty set: a scheduler without the gate made it. Or a
+            plan breaks the rules of `BoundPlan`, or is not for as many tokens as its request is scheduled for.
     """
     plans = getattr(scheduler_output, PLANS_ATTRIBUTE, None)
     if plans is None:
         raise PlanMismatchError(
-            "the scheduler output carries no KDA prefill plans: the engine core runs without this fork's scheduler; "
-            "set VLLM_B12X_KDA_PREFILL_COALESCING alike in every process"
+            "the scheduler output carries no KDA prefill plans: the engine core runs without this fork's scheduler",
+            "set VLLM_B12X_KDA_PREFILL_COALESCING alike in every process",
         )
+    if not isinstance(plans, dict):
+        raise PlanMismatchError(f"the scheduler output's KDA prefill plans are {plans!r}, not a dict of plans")
+    for request_id, plan in plans.items():
+        _check_plan(request_id, plan, scheduler_output.num_scheduled_tokens)
     return plans
+
+
+def _check_plan(request_id: str, plan: BoundPlan, num_scheduled_tokens: Mapping[str, int]) -> None:
+    if not isinstance(plan, BoundPlan):
+        raise PlanMismatchError(f"KDA prefill plan of request {request_id} is {plan!r}, not a BoundPlan")
+    try:
+        plan.check()
+    except ValueError as error:
+        raise PlanMismatchError(f"KDA prefill plan of request {request_id}: {error}") from None
+    scheduled = num_scheduled_tokens.get(request_id)
+    if scheduled is None:
+        raise PlanMismatchError(f"{_name(request_id, plan)}: the step has no such request")
+    if scheduled != plan.end - plan.start:
+        raise PlanMismatchError(f"{_name(request_id, plan)}: the step computes {scheduled} tokens of the request")
 
 
 def bind_rows(
@@ -64,7 +103,7 @@ def bind_rows(
     """Lay out plans in packed request order and check each against its row.
 
     Args:
-        plans: Request id -> plan.
+        plans: Request id -> plan, as `plans_of` checked them.
         request_ids: Requests of the batch, in row order.
         num_computed_tokens: Tokens computed before this step, a row each.
         num_scheduled_tokens: Tokens of this step, a row each.

@@ -16,7 +16,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent
 LIBRARY_NAME = "libkda_prefill.so"
 DEFAULT_ARCHS = ("9.0a", "12.0a", "12.1a")
-_ARCHS = {(9, 0): "90a", (12, 0): "120a", (12, 1): "121a"}
+_ARCHS = {"9.0": "90a", "12.0": "120a", "12.1": "121a"}
 
 
 def source_dir() -> Path:
@@ -47,12 +47,15 @@ def compile_command(nvcc: str, archs: Sequence[str], output: Path, *extra: str) 
     """
     codes = []
     for arch in archs:
-        major, _, minor = arch.rstrip("af").partition(".")
-        code = _ARCHS.get((int(major), int(minor or 0)))
+        number = arch.rstrip("af")
+        code = _ARCHS.get(number if "." in number else f"{number}.0")
         if code and code not in codes:
             codes.append(code)
     if not codes:
-        raise ValueError(f"none of {', '.join(archs)} runs the native KDA prefill kernel; it needs 9.0 or 12.x")
+        raise ValueError(
+            f"none of {', '.join(archs)} runs the native KDA prefill kernel; name {' or '.join(_ARCHS)} in "
+            "TORCH_CUDA_ARCH_LIST, or unset it"
+        )
     targets = [f"-gencode=arch=compute_{code},code=sm_{code}" for code in codes]
     flags = ["-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC", *targets, *extra]
     return [nvcc, *flags, "-o", str(output), str(source_dir() / "kda_prefill.cu")]
