@@ -7,6 +7,7 @@ smallest case that still fails.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import sys
@@ -36,13 +37,16 @@ def main() -> int:
     """Run rounds until MINUTES are over. SEED fixes the first round's seed.
 
     Returns:
-        1 after a failure, 2 for a setting that is not a number, else 0.
+        1 after a failure, 2 for a setting that cannot be, else 0.
     """
     try:
         minutes = float(os.environ.get("MINUTES", "10"))
         first = int(os.environ.get("SEED", random.SystemRandom().randrange(10**6)))
     except ValueError as error:
         print(f"error: MINUTES and SEED must be numbers: {error}", file=sys.stderr)
+        return 2
+    if not 0 < minutes < math.inf:
+        print(f"error: MINUTES={minutes:g} runs nothing or for ever; set it to more than 0", file=sys.stderr)
         return 2
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)

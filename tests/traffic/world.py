@@ -34,7 +34,10 @@ MAX_IN_FLIGHT = 3
 """Steps scheduled before the first of them is run: the worker is up to two steps late."""
 
 STALLED = 40
-"""Steps without a token while requests are left: more than any wait of the scheduler's takes."""
+"""Steps that schedule nothing while requests are left: more than any wait of the scheduler's takes."""
+
+ENDLESS = 1000
+"""Steps without a sampled token while requests are left: a few of the longest prefills, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class World:
         self._snapshots: deque[list[Entry]] = deque()
         self._growing: set[str] = set()
         self._idle_steps = 0
+        self._tokenless_steps = 0
         self.broken = False
         self._random = random.Random(setting.seed)
         self.model = MODELS[self.layout.mamba_groups]
@@ -86,8 +90,11 @@ class World:
 
     @property
     def capacity(self) -> int:
-        """Tokens of a request that fits the pool next to its states: running, source, copy and checkpoint."""
-        states = self.layout.mamba_groups * (4 + self.layout.mtp)
+        """Tokens of a request that fits the pool next to its states: running, source, copy and checkpoint, and the
+        sources of the steps that are late. Two requests without room for the last preempt each other for ever, on
+        stock's scheduler as on this fork's: a state is freed when its step comes back, and nobody waits for that."""
+        late = MAX_IN_FLIGHT - 1 if self.setting.asynchronous else 0
+        states = self.layout.mamba_groups * (4 + self.layout.mtp + late)
         return (self.layout.num_pages - 1 - states) * self.layout.attention_block * self.layout.dcp
 
     def words(self, count: int) -> list[int]:
@@ -153,6 +160,8 @@ class World:
         if in_order:
             check_tables(self.scheduler, worker)
         self.server.in_flight.popleft()
+        if result.logits:
+            self._tokenless_steps = 0
         self.server.logits |= result.logits
         self.server.report(output, result)
         check_ownership(self.scheduler)
@@ -206,6 +215,8 @@ class World:
         working = output.total_num_scheduled_tokens > 0 or not self.live
         self._idle_steps = 0 if working else self._idle_steps + 1
         assert self._idle_steps < STALLED, f"requests {self.live} wait for ever"
+        self._tokenless_steps += 1
+        assert self._tokenless_steps < ENDLESS or not self.live, f"requests {self.live} compute for ever"
 
     def _learn_names(self) -> None:
         """Remember which tokens each block hash names."""
