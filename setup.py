@@ -127,7 +127,7 @@ setup(
     packages=packages,
     package_dir=package_dir,
     package_data={
-        "": ["py.typed", "*.json"],
+        "": ["py.typed", "*.json", "*.j2"],
         KERNEL_SOURCES_PACKAGE: ["**/*.cu", "**/*.cuh", "**/*.h", "**/*.cpp"],
     },
     include_package_data=False,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Serving measurements of small GLM-5.3-Flash shapes on one H200, in a checkout on a host with stock vLLM.
 #
-#   benchmarks/measure_h200.sh all   OUT [SECONDS]   every suite with ample KV cache, 540 s
+#   benchmarks/measure_h200.sh all   OUT [SECONDS]   every suite with ample KV cache, 500 s
 #   benchmarks/measure_h200.sh tight OUT [SECONDS]   conversations with a quarter of it, 330 s
 #
 # All servers share the GPU and take turns. Samples go to OUT/all.jsonl or OUT/tight.jsonl as they are made, the
@@ -26,7 +26,7 @@ trap keep_logs EXIT
 
 case $part in
 all)
-    seconds=${3:-540}
+    seconds=${3:-500}
     arguments=(--arms "stock,ladder,equal,equal-ends,replay" --suites "cold,branches,decode,conversations,growth"
         --only cold=stock,ladder,equal,equal-ends --only branches=stock,ladder,replay --only decode=stock,ladder
         --only conversations=stock,ladder,replay --only growth=stock,ladder

@@ -1,0 +1,107 @@
+"""What is asked of vLLM's real scheduler: equal retention, growth, reuse by cache size."""
+
+from __future__ import annotations
+
+import pytest
+
+# The platform first: see there.
+from vllm_kda_prefill.planning import Engine, Layout  # isort: skip
+
+from vllm_kda_prefill.bench import planned_growth, planned_reuse
+from vllm_kda_prefill.bench.planned_summary import sections
+from vllm_kda_prefill.bench.records import read
+from vllm_kda_prefill.bench.stopping_scheduler import StoppingScheduler, TailStoppingScheduler, end_at_rungs
+from vllm_kda_prefill.bench.workloads import Conversations
+from vllm_kda_prefill.spans import query_span, retained_states
+
+
+def stopping_engine(monkeypatch: pytest.MonkeyPatch, kind: type, mtp: int) -> Engine:
+    """The scheduler of an equal-retention arm, as `vllm serve` builds it."""
+    monkeypatch.setattr("vllm_kda_prefill.planning.Scheduler", kind)
+    return Engine.build(Layout(mtp=mtp, mamba_groups=2, retention_interval=512), "stock")
+
+
+def serve(engine: Engine, name: str, tokens: list[int]) -> tuple[list[int], int, tuple[int, ...]]:
+    """Lengths of the passes, cached tokens, and states retained."""
+    request = engine.add(name, tokens)
+    spans = []
+    while engine.scheduler.has_unfinished_requests():
+        output = engine.scheduler.schedule()
+        span = query_span(engine, output, name)
+        assert span is not None
+        spans.append(span)
+        engine.answer(output)
+    return [span.end - span.start for span in spans], spans[0].start, retained_states(engine, request)
+
+
+@pytest.mark.parametrize("mtp", [0, 3])
+@pytest.mark.parametrize(
+    "kind, length, passes",
+    [
+        (StoppingScheduler, 8192, [4096, 2048, 1024, 1024]),
+        (TailStoppingScheduler, 8192, [4096, 2048, 1024, 512, 512]),
+        (StoppingScheduler, 16384, [8192, 4096, 2048, 1024, 1024]),
+        (TailStoppingScheduler, 16384, [8192, 4096, 2048, 1024, 512, 512]),
+    ],
+)
+def test_equal_retention_ends_queries_at_rungs_and_keeps_ladders_states(monkeypatch, kind, length, passes, mtp):
+    tokens = list(range(length))
+    ran, _, kept = serve(stopping_engine(monkeypatch, kind, mtp), "a", tokens)
+    monkeypatch.undo()
+    _, _, wanted = serve(Engine.build(Layout(mtp=mtp, mamba_groups=2)), "a", tokens)
+    assert ran == passes
+    assert set(wanted) <= set(kept)
+
+
+def test_equal_retention_hits_where_ladder_hits(monkeypatch):
+    engine = stopping_engine(monkeypatch, StoppingScheduler, mtp=3)
+    base = list(range(8192))
+    serve(engine, "base", base)
+    hits = [
+        serve(engine, str(at), base[:at] + list(range(100_000 + at, 108_192)))[1] for at in (7900, 7400, 6500, 5000)
+    ]
+    assert hits == [7680, 7168, 6144, 4096]
+
+
+def test_the_factory_follows_the_configuration():
+    engine = Engine.build(Layout(), "stock")
+    config = engine.scheduler.vllm_config
+    made = end_at_rungs(
+        vllm_config=config,
+        kv_cache_config=Layout().kv_cache_config(),
+        structured_output_manager=None,
+        block_size=512,
+        hash_block_size=512,
+    )
+    assert type(made) is StoppingScheduler
+
+
+def test_growth_records_what_the_schedulers_do(tmp_path):
+    planned_growth.measure([2048, 8192], dcp=1, mtp=3, page=512, output=tmp_path / "growth.jsonl")
+    (section,) = sections(list(read(tmp_path / "growth.jsonl")))
+    assert [row[:6] for row in section.rows] == [
+        ("2,048", "1", "1", "1", "2", "2"),
+        ("8,192", "1", "1", "1", "4", "4"),
+    ]
+
+
+def test_reuse_finds_ladder_at_or_above_stock_in_every_cache(tmp_path):
+    planned_reuse.measure(10, [0.5], 1, dcp=1, mtp=3, groups=2, seed=1, output=tmp_path / "reuse.jsonl")
+    samples = [record for record in read(tmp_path / "reuse.jsonl") if record["kind"] == "sample"]
+    by_part = {part: {s["arm"]: s for s in samples if s["part"] == part} for part in planned_reuse.PARTS}
+    for arms in by_part.values():
+        assert set(arms) == {"stock", "ladder", "replay"}
+        assert arms["ladder"]["cached"] >= arms["stock"]["cached"]
+        assert arms["ladder"]["passes"] <= arms["stock"]["passes"]
+    ample = by_part[1.0]
+    assert {arm["evicted_states"] for arm in ample.values()} == {0}
+    assert ample["ladder"]["held_states"] > ample["stock"]["held_states"]
+    assert by_part[0.125]["ladder"]["evicted_states"] > 0
+    assert sections(list(read(tmp_path / "reuse.jsonl")))[0].rows
+
+
+def test_reuse_counts_every_prompt_token_once():
+    trace = Conversations(turns=6)
+    reuse = planned_reuse.serve(Layout(mtp=3, num_pages=5000), "ladder", trace)
+    assert reuse.prompt == sum(len(turn.tokens) for turn in trace)
+    assert reuse.cached <= sum(turn.kept if turn.kept else trace.system for turn in trace)
