@@ -28,7 +28,11 @@ def fine_pages(monkeypatch):
 
 @pytest.fixture(scope="module")
 def plain():
-    return Layout(dcp=4, mtp=3).vllm_config()
+    config = Layout(dcp=4, mtp=3).vllm_config()
+    config.parallel_config.tensor_parallel_size = 4
+    config.parallel_config.cp_kv_cache_interleave_size = 16
+    config.cache_config.cache_dtype = "fp8_ds_mla"
+    return config
 
 
 @pytest.fixture
@@ -45,13 +49,14 @@ def config(plain):
         parallel_config=SimpleNamespace(
             tensor_parallel_size=4,
             decode_context_parallel_size=4,
+            cp_kv_cache_interleave_size=16,
             pipeline_parallel_size=parallel.pipeline_parallel_size,
             data_parallel_size=parallel.data_parallel_size,
             prefill_context_parallel_size=parallel.prefill_context_parallel_size,
             enable_expert_parallel=parallel.enable_expert_parallel,
             worker_cls="auto",
         ),
-        cache_config=SimpleNamespace(enable_prefix_caching=True, mamba_cache_mode="align"),
+        cache_config=SimpleNamespace(enable_prefix_caching=True, mamba_cache_mode="align", cache_dtype="fp8_ds_mla"),
         scheduler_config=SimpleNamespace(scheduler_cls=None, max_num_batched_tokens=8192),
         speculative_config=SimpleNamespace(num_speculative_tokens=3, num_speculative_tokens_per_batch_size=None),
         lora_config=None,
@@ -148,7 +153,7 @@ def test_the_draft_model_and_a_configuration_without_a_model_are_let_through(con
 
 @pytest.mark.parametrize(
     ("tensor", "drafts", "budget", "warned"),
-    [(4, 3, 8192, False), (4, 0, 8192, False), (1, 3, 8192, True), (4, 2, 8192, True), (4, 3, 4096, True)],
+    [(4, 3, 8192, False), (4, 0, 8192, False), (8, 3, 8192, True), (4, 2, 8192, True), (4, 3, 4096, True)],
 )
 def test_a_setting_outside_the_qualified_set_runs_with_one_warning(config, monkeypatch, tensor, drafts, budget, warned):
     warnings = []

@@ -84,6 +84,6 @@ def test_pages_that_do_not_fill_the_budget_are_warned_of(model, monkeypatch, sha
     warnings = []
     monkeypatch.setattr(layout_check.logger, "warning_once", lambda message, *args: warnings.append(message % args))
     with as_gpu(9):
-        config = EngineShape(model, shape[0], shape[0], 3, shape[1], 16384).vllm_config()
+        config = EngineShape(model, shape[0], 1, 3, shape[1], 16384).vllm_config()
         config_check.check(config)
     assert [f"at {end} of 8192 tokens" in warning for warning in warnings] == ([True] if end else [])

@@ -11,6 +11,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.plugins.kda_prefill_coalescing import GATE
+from vllm.plugins.kda_prefill_coalescing.dcp_check import unmet_by_dcp
 from vllm.plugins.kda_prefill_coalescing.layout_check import unmet_by_layout, warn_unless_spans_are_whole
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def unmet_conditions(vllm_config: VllmConfig) -> Iterator[str]:
     yield from _unmet_by_kernel(vllm_config)
     if model.architecture in MODELS:
         yield from unmet_by_layout(vllm_config)
+        yield from unmet_by_dcp(vllm_config)
 
 
 def _unmet_by_kernel(vllm_config: VllmConfig) -> Iterator[str]:

@@ -122,6 +122,7 @@ def stock_page(vllm_config: VllmConfig, unit: int) -> int:
         dtype=cast(torch.dtype, model.dtype)
         if cache.cache_dtype == "auto"
         else STR_DTYPE_TO_TORCH_DTYPE[cache.cache_dtype],
+        cache_dtype_str=cache.cache_dtype,
     )
     block_size = cache.block_size if cache.user_specified_block_size else unit
     return raised_page(state.page_size_bytes, token.page_size_bytes, unit, block_size)

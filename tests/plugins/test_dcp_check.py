@@ -1,0 +1,64 @@
+"""What decode context parallelism needs on the GPU at hand is known before the weights load."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from vllm.platforms.interface import DeviceCapability
+from vllm.plugins.kda_prefill_coalescing.dcp_check import unmet_by_dcp
+from vllm_kda_prefill.planning_platform import PlanningPlatform
+
+
+@pytest.fixture
+def unmet(monkeypatch):
+    def check(tp=4, dcp=4, dtype="fp8_ds_mla", interleave=16, heads=64, capability=9):
+        value = DeviceCapability(capability, 0)
+        monkeypatch.setattr(PlanningPlatform, "get_device_capability", classmethod(lambda cls, device_id=0: value))
+        config = SimpleNamespace(
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=tp, decode_context_parallel_size=dcp, cp_kv_cache_interleave_size=interleave
+            ),
+            cache_config=SimpleNamespace(cache_dtype=dtype),
+            model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_attention_heads=heads, index_kpool=16)),
+        )
+        return list(unmet_by_dcp(config))
+
+    return check
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {},
+        {"dcp": 2},
+        {"interleave": 512},
+        {"dtype": "nvfp4_ds_mla"},
+        {"tp": 2, "dcp": 2, "heads": 32},
+        {"tp": 8, "dcp": 8},
+        {"dcp": 1, "dtype": "auto", "interleave": 1, "tp": 1},
+        {"capability": 12, "dtype": "fp8", "tp": 2, "dcp": 2},
+    ],
+)
+def test_layouts_that_run_are_let_through(unmet, engine):
+    assert unmet(**engine) == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"interleave": 1}, "every 1 tokens, inside a row of 16 .* pass --cp-kv-cache-interleave-size 16"),
+        ({"interleave": 24, "capability": 12}, "every 24 tokens, inside a row of 16"),
+        ({"dtype": "auto"}, "this one is auto: pass --kv-cache-dtype fp8_ds_mla"),
+        ({"dtype": "fp8"}, "this one is fp8: pass --kv-cache-dtype fp8_ds_mla"),
+        ({"tp": 2, "dcp": 2}, "fewer than 32 attention heads a rank, and --tensor-parallel-size 2 leaves 32"),
+        ({"tp": 4, "dcp": 4, "heads": 96}, "the 24 attention heads of one rank and the 96 of the 4 that DCP gathers"),
+    ],
+)
+def test_layouts_that_stock_cannot_run_are_refused(unmet, engine, message):
+    (problem,) = unmet(**engine)
+    assert re.search(message, problem), problem
+
+
+def test_all_that_is_wrong_is_named_at_once(unmet):
+    assert len(unmet(tp=2, dcp=2, dtype="auto", interleave=1)) == 3

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether stock's attention can run GLM-5.3-Flash under decode context parallelism on the GPU at hand.
+
+Stock finds out after the weights are loaded, one condition at a time. Hopper has a single sparse MLA kernel that
+returns what the ranks' partial results are merged with (FlashMLA), and that one in a single form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from vllm.platforms import current_platform
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+HOPPER = 9
+CACHE_DTYPES = ("fp8_ds_mla", "nvfp4_ds_mla")
+HEADS_OF_ONE_BATCH = 32
+"""From this many heads a rank on, FlashMLA runs prefills apart from decodes and returns nothing to merge for them."""
+
+HEAD_PADDINGS = (64, 128)
+"""Query heads that FlashMLA's fp8 kernel pads to."""
+
+
+def unmet_by_dcp(vllm_config: VllmConfig) -> Iterator[str]:
+    """Name each condition of decode context parallelism that is not met, with the way to meet it."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    ranks = parallel.decode_context_parallel_size
+    if ranks == 1:
+        return
+    rows = getattr(model.hf_text_config, "index_kpool", 1)
+    interleave = parallel.cp_kv_cache_interleave_size
+    if interleave % rows:
+        yield (
+            f"ranks take turns every {interleave} tokens, inside a row of {rows} of the indexer: pass "
+            f"--cp-kv-cache-interleave-size {rows} or a multiple"
+        )
+    capability = current_platform.get_device_capability()
+    if capability is not None and capability.major == HOPPER:
+        yield from _unmet_on_hopper(vllm_config)
+
+
+def _unmet_on_hopper(vllm_config: VllmConfig) -> Iterator[str]:
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    tensor, ranks = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
+    dtype = vllm_config.cache_config.cache_dtype
+    if dtype not in CACHE_DTYPES:
+        yield f"on Hopper DCP needs a quantized MLA cache, and this one is {dtype}: pass --kv-cache-dtype fp8_ds_mla"
+    heads = model.hf_text_config.num_attention_heads // tensor
+    if heads >= HEADS_OF_ONE_BATCH:
+        yield (
+            f"on Hopper DCP needs fewer than {HEADS_OF_ONE_BATCH} attention heads a rank, and "
+            f"--tensor-parallel-size {tensor} leaves {heads}: pass a larger one, or "
+            "--decode-context-parallel-size 1"
+        )
+    elif _padded(heads) != _padded(heads * ranks):
+        yield (
+            f"on Hopper the {heads} attention heads of one rank and the {heads * ranks} of the "
+            f"{ranks} that DCP gathers must pad to the same {HEAD_PADDINGS[0]}: pass a smaller "
+            "--decode-context-parallel-size"
+        )
+
+
+def _padded(heads: int) -> int:
+    return next((size for size in HEAD_PADDINGS if heads <= size), heads)
