@@ -33,7 +33,7 @@ class Arm:
     backend: str = "auto"
     pages: int | None = None
     split: tuple[str, str] | None = ("512", "512")
-    cache_gib: int = 4
+    cache_gib: int = 2
     label: str = ""
 
     @property

@@ -2,6 +2,7 @@
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ def unmet(monkeypatch):
     def check(tp=4, dcp=4, dtype="fp8_ds_mla", interleave=16, heads=64, capability=9):
         value = DeviceCapability(capability, 0)
         monkeypatch.setattr(PlanningPlatform, "get_device_capability", classmethod(lambda cls, device_id=0: value))
-        config = SimpleNamespace(
+        config: Any = SimpleNamespace(
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=tp, decode_context_parallel_size=dcp, cp_kv_cache_interleave_size=interleave
             ),
