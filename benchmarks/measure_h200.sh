@@ -16,7 +16,7 @@ cd "$root"
 python=${PYTHON:-python3}
 scratch=$(mktemp -d)
 mkdir -p "$out"
-export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$root VLLM_USE_FLASHINFER_SAMPLER=0 PYTHONUNBUFFERED=1
+export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$root VLLM_USE_FLASHINFER_SAMPLER=0 PYTHONUNBUFFERED=1 PYTHONUTF8=1
 
 "$python" -c 'import pathlib, sys; from tests.engine.glm import write_config
 write_config(pathlib.Path(sys.argv[1]))' "$scratch/glm"

@@ -69,7 +69,15 @@ def test_every_suite_over_three_arms(tmp_path):
     assert {sample["arm"] for sample in samples if sample["suite"] == "decode"} == {"stock", "ladder"}
     assert {record["when"] for record in found if record["kind"] == "activation"} == {"before", "after"}
     probes = [record["name"] for record in found if record["kind"] == "probe" and record["arm"] == "ladder"]
-    assert probes == ["cold 8192", "cold 9000", "repeated", "extended", "branches"]
+    assert probes == ["cold 8192", "cold 9000", "repeated", "extended", "branches of equal"]
+
+
+def test_an_arm_that_cannot_be_believed_is_left_out_where_the_rest_shall_go_on(tmp_path):
+    done = ab(tmp_path, "--keep-going", fault="unequal")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: not measured: equal; what was is in ")
+    samples = [record for record in records(tmp_path) if record["kind"] == "sample"]
+    assert {sample["arm"] for sample in samples} == {"stock", "ladder"}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from vllm_kda_prefill.bench.budget import Budget
 from vllm_kda_prefill.bench.client import Client
 from vllm_kda_prefill.bench.errors import BenchError
 from vllm_kda_prefill.bench.lanes import Lane, check_after, check_before
+from vllm_kda_prefill.bench.metrics import Metrics
 from vllm_kda_prefill.bench.plan import Plan
 from vllm_kda_prefill.bench.records import Recorder
 from vllm_kda_prefill.bench.server import SERVE, SERVED_NAME, Server
@@ -34,23 +35,41 @@ async def measure_lanes(
     """Warm up and probe every lane, prove what each is, run the suites, and prove it again.
 
     Returns:
-        Suites that failed, with `keep_going`.
+        Arms and suites that failed, with `keep_going`.
 
     Raises:
         BenchError: A lane is not what it says, or without `keep_going` a suite failed.
     """
     say("warm-ups and probes")
+    failures: list[str] = []
+    ready: list[tuple[Lane, Metrics, int]] = []
     for lane in lanes:
-        if set(plan.suites) - {"conversations"}:
-            await warm_up.warm_up(lane, plan.sizes, plan.seed)
-        await warm_up.probe(lane, plan.sizes, plan.seed, recorder)
-    await warm_up.probe_equal_retention(lanes, plan.sizes[0], plan.seed, recorder)
-    before = [(lane, await check_before(lane, recorder), lane.cold_prefills) for lane in lanes]
+        try:
+            reading = await _prepare(lane, lanes, plan, recorder)
+        except BenchError as error:
+            if not keep_going or len(failures) + 1 == len(lanes):
+                raise
+            failures.append(lane.name)
+            say(f"left out: {error}")
+            recorder.add("left out", arm=lane.name, error=str(error))
+        else:
+            ready.append((lane, reading, lane.cold_prefills))
     say(f"{', '.join(plan.suites)}: {budget.left:.0f} s left")
-    failures = await plans.run(plan, lanes, recorder, budget, keep_going)
-    for lane, reading, cold in before:
+    failures += await plans.run(plan, [lane for lane, _, _ in ready], recorder, budget, keep_going)
+    for lane, reading, cold in ready:
         await check_after(lane, reading, cold, recorder)
     return failures
+
+
+async def _prepare(lane: Lane, lanes: Sequence[Lane], plan: Plan, recorder: Recorder) -> Metrics:
+    """Warm-ups, probes and the proof; returns the counters after them."""
+    if set(plan.suites) - {"conversations"}:
+        await warm_up.warm_up(lane, plan.sizes, plan.seed)
+    await warm_up.probe(lane, plan.sizes, plan.seed, recorder)
+    for other in lanes:
+        if lane.arm and lane.arm.equal_to == other.name:
+            await warm_up.probe_equal_retention(lane, other, plan.sizes[0], plan.seed, recorder)
+    return await check_before(lane, recorder)
 
 
 async def measure_url(
@@ -100,7 +119,8 @@ async def measure_arms(
         logs: Folder of the servers' logs.
         seconds: Wall-clock time of everything.
         start_seconds: Part of it that the servers have to start.
-        keep_going: Leave out an arm that does not start, and go on after a suite that fails; fail in the end.
+        keep_going: Leave out an arm that does not start or is not what it says, and go on after a suite that
+            fails; fail in the end.
         serve: The command that serves.
 
     Raises:

@@ -44,25 +44,21 @@ async def probe(lane: Lane, sizes: Sequence[int], seed: int, recorder: Recorder)
             )
 
 
-async def probe_equal_retention(lanes: Sequence[Lane], size: int, seed: int, recorder: Recorder) -> None:
-    """Branches off one prompt hit at least as deep in an arm as in the one whose states it must keep.
+async def probe_equal_retention(lane: Lane, other: Lane, size: int, seed: int, recorder: Recorder) -> None:
+    """Branches off one prompt hit at least as deep in a lane as in the other one, whose states it must keep.
 
     Raises:
         BenchError: They do not.
     """
-    by_name = {lane.name: lane for lane in lanes}
-    pairs = [(lane, by_name[lane.arm.equal_to]) for lane in lanes if lane.arm and lane.arm.equal_to in by_name]
-    base = prompt(size, "equal retention", seed)
-    hits: dict[str, list[int]] = {}
-    for name in dict.fromkeys(lane.name for pair in pairs for lane in pair):
-        lane = by_name[name]
-        await lane.cold(base)
-        answers = [await lane.client.complete(branch(base, int(size * part), seed)) for part in BRANCHES]
-        hits[name] = [answer.cached for answer in answers]
-        recorder.add("probe", arm=name, name="branches", prompt=size, cached=hits[name])
-    for lane, other in pairs:
-        ours, theirs = hits[lane.name], hits[other.name]
-        if any(mine < wanted for mine, wanted in zip(ours, theirs, strict=True)):
-            raise BenchError(
-                f"arm {lane.name} does not keep the states of {other.name}: branches hit {ours}, there {theirs}"
-            )
+    base = prompt(size, "equal retention", seed, lane.name)
+    hits = []
+    for each in (lane, other):
+        await each.cold(base)
+        answers = [await each.client.complete(branch(base, int(size * part), seed)) for part in BRANCHES]
+        hits.append([answer.cached for answer in answers])
+        recorder.add("probe", arm=each.name, name=f"branches of {lane.name}", prompt=size, cached=hits[-1])
+    ours, theirs = hits
+    if any(mine < wanted for mine, wanted in zip(ours, theirs, strict=True)):
+        raise BenchError(
+            f"arm {lane.name} does not keep the states of {other.name}: branches hit {ours}, there {theirs}"
+        )
