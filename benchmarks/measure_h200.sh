@@ -31,12 +31,12 @@ all)
         --only cold=stock,ladder,equal,equal-ends --only branches=stock,ladder,replay --only decode=stock,ladder
         --only conversations=stock,ladder,replay --only growth=stock,ladder
         --samples 30 --turns 60 --traces 2 --growth-sizes "2048,4096,8192,16384,32768,65536")
-    memory=$((8 << 30))
+    memory=$((4 << 30))
     ;;
 tight)
-    # 448 blocks: a quarter of what 8 GiB hold.
+    # 224 blocks: a quarter of what 4 GiB hold.
     seconds=${3:-330}
-    arguments=(--arms "stock@448,ladder@448,replay@448" --suites conversations --sizes 8192 --turns 60 --traces 3)
+    arguments=(--arms "stock@224,ladder@224,replay@224" --suites conversations --sizes 8192 --turns 60 --traces 3)
     memory=$((2 << 30))
     ;;
 *)
