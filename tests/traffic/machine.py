@@ -14,11 +14,13 @@ from vllm_kda_prefill.planning import Arm, Layout
 
 PAGE = 32
 MAX_MODEL_LEN = 4096
+TRUE_PAGE = 512
+LONGEST_TRUE = 40_000
 
 
 @st.composite
 def layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
-    """Engines with recurrent pages of 32 tokens: a sixteenth of the real ones."""
+    """Engines with recurrent pages of 32 tokens: everything is a sixteenth of its real size."""
     mtp = draw(st.sampled_from((0, 3)))
     return Layout(
         attention_block=draw(st.sampled_from(attention_blocks)),
@@ -67,11 +69,57 @@ def wide_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
     )
 
 
-lengths = st.one_of(
-    st.integers(1, 100),
-    st.integers(5 * PAGE, 1200),
-    st.builds(lambda pages, off: pages * PAGE + off, st.integers(2, 40), st.integers(-2, 5)),
-)
+@st.composite
+def fine_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
+    """Engines with two attention pages a recurrent page, where chunks and hits may end inside the latter."""
+    return Layout(
+        attention_block=PAGE // 2,
+        mamba_block=PAGE,
+        mtp=draw(st.sampled_from((0, 3))),
+        budget=draw(st.sampled_from((80, 176))),
+        num_pages=draw(st.sampled_from((80, 300))),
+        mamba_groups=draw(st.sampled_from((1, 2))),
+        retention_interval=None,
+        max_seqs=4,
+        max_model_len=MAX_MODEL_LEN,
+        long_prefill_threshold=draw(st.sampled_from((0, 3 * PAGE // 2))),
+    )
+
+
+@st.composite
+def true_size_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
+    """Engines of the real sizes, with pools that hold one prompt of the longest and little more."""
+    dcp = draw(st.sampled_from((1, 2, 4)))
+    return Layout(
+        attention_block=TRUE_PAGE,
+        mamba_block=TRUE_PAGE,
+        dcp=dcp,
+        mtp=draw(st.sampled_from((3, 0))),
+        budget=8192,
+        num_pages=LONGEST_TRUE // (TRUE_PAGE * dcp) + draw(st.sampled_from((24, 60))),
+        mamba_groups=draw(st.sampled_from((1, 2))),
+        retention_interval=draw(st.sampled_from((0, None))),
+        max_seqs=8,
+        max_model_len=65536,
+    )
+
+
+def scaled(low: int, high: int) -> st.SearchStrategy[int]:
+    """Tokens up to `high`, or as many more as the machine's pages are larger than 32 tokens."""
+    return st.runner().flatmap(lambda machine: st.integers(low, high * machine.page // PAGE))
+
+
+def _lengths(machine: Traffic) -> st.SearchStrategy[int]:
+    page, longest = machine.page, machine.longest
+    return st.one_of(
+        st.integers(1, 2),
+        st.integers(1, 3 * page + 4),
+        st.integers(5 * page, longest),
+        st.builds(lambda pages, off: pages * page + off, st.integers(2, longest // page), st.integers(-2, 5)),
+    )
+
+
+lengths = st.runner().flatmap(_lengths)
 outputs = st.sampled_from((1, 2, 5, 20, 45))
 priorities = st.integers(0, 2)
 seldom = st.integers(0, 3).map(lambda number: number == 3)
@@ -83,6 +131,9 @@ class Traffic(RuleBasedStateMachine):
     """Random traffic on one engine. Every check is made by the world, after each step."""
 
     arm: ClassVar[Arm] = "coalesced"
+    page: ClassVar[int] = PAGE
+    longest: ClassVar[int] = 1280
+    """Tokens of the longest prompt that shares nothing."""
     attention_blocks: ClassVar[Sequence[int]] = (PAGE, PAGE, PAGE // 2)
     engines: ClassVar[Any] = staticmethod(layouts)
     totals: ClassVar[Any] = None
@@ -123,18 +174,18 @@ class Traffic(RuleBasedStateMachine):
         text = self._known(place)
         leave = at % len(text) + 1
         if at % 3:
-            leave = leave // PAGE * PAGE + off
+            leave = leave // self.page * self.page + off
         self.world.arrive(text[: max(leave, 0)] + self.world.words(added), outputs, priority)
 
     @has_texts
-    @rule(place=places, count=st.integers(2, 3), shared=st.integers(0, 300), added=st.integers(1, 100))
+    @rule(place=places, count=st.integers(2, 3), shared=scaled(0, 300), added=scaled(1, 100))
     def burst(self, place: int, count: int, shared: int, added: int) -> None:
         """Prompts for the same step: a known text, more that they share, and then each its own way."""
         text = self._known(place) + self.world.words(shared)
         for tail in range(count):
             self.world.arrive(text + self.world.words(added + 7 * tail), 1)
 
-    @rule(length=st.integers(4 * PAGE, 20 * PAGE), urgent=st.lists(st.integers(1, 2 * PAGE), min_size=1, max_size=4))
+    @rule(length=scaled(4 * PAGE, 20 * PAGE), urgent=st.lists(scaled(1, 2 * PAGE), min_size=1, max_size=4))
     def crowd(self, length: int, urgent: list[int]) -> None:
         """While a long prompt of no importance is computed, short urgent ones come and go on for long."""
         self.world.arrive(self.world.words(length), 1, 2)
@@ -190,7 +241,7 @@ class Traffic(RuleBasedStateMachine):
         self.world.evict(attention)
 
     @has_texts
-    @rule(place=places, shared=st.integers(0, 300), added=st.integers(1, 100))
+    @rule(place=places, shared=scaled(0, 300), added=scaled(1, 100))
     def go_on_without_attention(self, place: int, shared: int, added: int) -> None:
         """A known text's attention pages are gone, its states are not, and several prompts go on from it."""
         self.world.drain()
@@ -229,6 +280,20 @@ class WideTraffic(Traffic):
     engines = staticmethod(wide_layouts)
 
 
+class FineTraffic(Traffic):
+    """Traffic on recurrent pages that are wider than the others."""
+
+    engines = staticmethod(fine_layouts)
+
+
+class TrueSizeTraffic(Traffic):
+    """Traffic at the real sizes: pages of 512 tokens, steps of 8,192, prompts of up to 40,000."""
+
+    engines = staticmethod(true_size_layouts)
+    page = TRUE_PAGE
+    longest = LONGEST_TRUE
+
+
 class StockPlainTraffic(StockTraffic):
     """Traffic on stock's scheduler where its faults cannot show: no wide blocks, priorities or drafts."""
 
@@ -251,4 +316,4 @@ class StockWideTraffic(StockTraffic):
     engines = staticmethod(wide_layouts)
 
 
-MACHINES: tuple[type[Traffic], ...] = (Traffic, CrowdedTraffic, WideTraffic)
+MACHINES: tuple[type[Traffic], ...] = (Traffic, CrowdedTraffic, WideTraffic, FineTraffic)

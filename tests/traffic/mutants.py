@@ -1,6 +1,7 @@
-"""Faults planted one at a time, each of which the traffic must find: `python -m tests.traffic.mutants`.
+"""Faults planted one at a time, each of which the suite must find: `python -m tests.traffic.mutants`.
 
-A suite that finds nothing proves nothing unless it finds these. Prints a table; exit status 1 if one survives.
+A suite that finds nothing proves nothing unless it finds these, with the seed and the examples that `make test` runs.
+Prints a table; exit status 1 if one survives.
 """
 
 from __future__ import annotations
@@ -16,36 +17,25 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from hypothesis import HealthCheck, Phase, seed, settings
-from hypothesis.stateful import run_state_machine_as_test
 from rich.console import Console
 from rich.table import Table
 
-from tests.traffic.machine import MACHINES, PAGE, Traffic
+from tests.traffic.machine import PAGE
+from tests.traffic.suite import EXAMPLES, run
 from tests.traffic.world import Setting, World
 from vllm.v1.attention.backends.gdn_checkpoint import GroupRows
 from vllm.v1.core.coalescing_kv_cache_manager import CoalescingKVCacheManager
 from vllm.v1.core.recurrent_prefill_checkpoint import Retention, WantedState
 from vllm.v1.core.sched.coalescing_scheduler import CoalescingSchedulerMixin
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.tiered_free_queue import TieredFreeQueue
+from vllm.v1.worker.prefill_plan_rows import PlanMismatchError
 from vllm_kda_prefill.planning import Layout
 from vllm_kda_prefill.truemodel.migration import Migration
 from vllm_kda_prefill.truemodel.pages import Pages
 from vllm_kda_prefill.truemodel.worker import TrueWorker
 
 Plant = Callable[[], AbstractContextManager[Any]]
-
-SEEDS = (0, 1)
-BUDGET = settings(
-    max_examples=25,
-    stateful_step_count=30,
-    deadline=None,
-    database=None,
-    phases=(Phase.generate,),
-    report_multiple_bugs=False,
-    print_blob=False,
-    suppress_health_check=list(HealthCheck),
-)
 
 
 def around(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
@@ -137,6 +127,74 @@ def running_page(original: Any, manager: Any, request: Any, wanted: Any) -> Any:
     return granted, blocks
 
 
+def speculative_page(original: Any, manager: Any, request: Any, wanted: Any) -> Any:
+    """An export into a page that the request's drafts will write."""
+    granted, blocks = original(manager, request, wanted)
+    for position, pages in granted.items():
+        for mamba in manager.mamba_managers:
+            if mamba.num_speculative_blocks:
+                own = mamba.req_to_blocks[request.request_id][-1]
+                granted[position] = pages | {mamba.kv_cache_group_id: own.block_id}
+        break
+    return granted, blocks
+
+
+def next_column(original: Any, manager: Any, request: Any) -> Any:
+    """Stock's checkpoint in the page of the next column."""
+    found = original(manager, request)
+    if found is None:
+        return None
+    pages = {}
+    for mamba in manager.mamba_managers:
+        column = mamba._checkpoints[request.request_id][1] + 1
+        pages[mamba.kv_cache_group_id] = mamba.req_to_blocks[request.request_id][column].block_id
+    return found[0], pages
+
+
+def source_page(original: Any, manager: Any, request: Any, wanted: Any) -> Any:
+    """An export into the page with the state that the query resumes from."""
+    granted, blocks = original(manager, request, wanted)
+    for position, pages in granted.items():
+        for mamba in manager.mamba_managers:
+            column = (request.num_computed_tokens - 1) // mamba.block_size
+            block = mamba.req_to_blocks[request.request_id][column]
+            if column >= 0 and not block.is_null:
+                granted[position] = pages | {mamba.kv_cache_group_id: block.block_id}
+        break
+    return granted, blocks
+
+
+def draft_shifted(original: Any, migration: Any, request: Any, source: int, shift: int, column: int) -> None:
+    """The state after the accepted drafts with the window of one draft less."""
+    pages = migration.pages
+    own = [request.tables[group] for group in migration.groups]
+    windows = [(pages.windows[t[source]].clone(), pages.window_shadow[t[source]].copy()) for t in own]
+    original(migration, request, source, shift, column)
+    if shift:
+        for group, table, (rows, shadow) in zip(migration.groups, own, windows, strict=True):
+            pages.write_window(group, table[column], rows[shift - 1 :], shadow[shift - 1 :])
+
+
+def padded(original: Any, scheduler: Any, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> int:
+    """A prompt of one token keeps its placeholder drafts."""
+    if request.num_tokens < num_new_tokens:
+        return num_new_tokens
+    return original(scheduler, request, num_new_tokens, *args, **kwargs)
+
+
+def past_its_page(original: Any, scheduler: Any, request: Any, tokens: int, hit: int = 0, external: int = 0) -> int:
+    """A chunk that starts inside a page ends where stock's does."""
+    if (request.num_computed_tokens + hit + external) % scheduler.retention.grid.page:
+        return Scheduler._mamba_block_aligned_split(scheduler, request, tokens, hit, external)
+    return original(scheduler, request, tokens, hit, external)
+
+
+def smallest_page(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Chunks end on the smallest page, as stock's do."""
+    original(scheduler, *args, **kwargs)
+    scheduler.cache_config.block_size = scheduler.vllm_config.cache_config.block_size
+
+
 def free_twice(original: Any, scheduler: Any, blocks: Any, fence: int) -> None:
     original(scheduler, blocks, fence)
     original(scheduler, blocks[:1], fence)
@@ -172,6 +230,9 @@ MUTANTS: dict[str, Plant] = {
     "rows of two requests swapped": rolled_rows,
     "second group writes the first group's pages": first_groups_rows,
     "export into the running state's page": around(CoalescingKVCacheManager, "grant", running_page),
+    "export into a speculative page": around(CoalescingKVCacheManager, "grant", speculative_page),
+    "checkpoint in the next page column": around(CoalescingKVCacheManager, "stock_checkpoint", next_column),
+    "export into the page the query resumes from": around(CoalescingKVCacheManager, "grant", source_page),
     "export's page never freed": around(CoalescingSchedulerMixin, "_free_cow_retained_blocks", nothing),
     "export's page freed twice": around(CoalescingSchedulerMixin, "_free_cow_retained_blocks", free_twice),
     "page taken by a hit stays in the free list": around(TieredFreeQueue, "remove", nothing),
@@ -180,9 +241,15 @@ MUTANTS: dict[str, Plant] = {
         CoalescingKVCacheManager, "copies_unwritten_block", lambda *args, **kwargs: False
     ),
     "convolution window one token early": around(TrueWorker, "_export", shifted),
+    "convolution window shifted by a draft": around(Migration, "_move", draft_shifted),
     "copy-on-write not executed": around(Pages, "copy", nothing),
     "state resumed before the last accepted draft": around(Migration, "before", too_early),
     "boundary state not saved after drafts": around(Migration, "after", nothing),
+    "one-token prompt padded with drafts": around(CoalescingSchedulerMixin, "_mamba_block_aligned_split", padded),
+    "chunk inside a page runs past its end": around(
+        CoalescingSchedulerMixin, "_mamba_block_aligned_split", past_its_page
+    ),
+    "chunks end on the smallest page": around(CoalescingSchedulerMixin, "__init__", smallest_page),
     "shared-prefix junction forgotten": around(Retention, "junction", lambda *args: 0),
     "rungs of the ladder forgotten": around(Retention, "rungs", lambda *args: ()),
 }
@@ -202,21 +269,18 @@ def check_reuse() -> None:
 
 
 def find(plant: Plant) -> str | None:
-    """How the suite notices a planted fault, or None if it does not."""
+    """How the suite notices a planted fault, or None if it does not. Anything but a failed check is an error of the
+    plant's own."""
     with ExitStack() as stack:
         stack.enter_context(plant())
         checks: list[Callable[[], None]] = [check_reuse]
-        checks += [partial(run, machine, number) for number in SEEDS for machine in MACHINES]
+        checks += [partial(run, machine, examples) for machine, examples in EXAMPLES.items()]
         for check in checks:
             try:
                 check()
-            except Exception as error:
+            except (AssertionError, PlanMismatchError) as error:
                 return f"{type(error).__name__}: {' '.join(str(error).split())}"
     return None
-
-
-def run(machine: type[Traffic], number: int) -> None:
-    run_state_machine_as_test(seed(number)(machine), settings=BUDGET)
 
 
 def main(names: list[str]) -> int:

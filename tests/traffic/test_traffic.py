@@ -1,33 +1,18 @@
 """Hostile traffic for fixed seeds: nothing wrong is ever served with the gate on, and stock's faults are found."""
 
 import pytest
-from hypothesis import HealthCheck, Phase, seed, settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from tests.traffic import soak
-from tests.traffic.machine import MACHINES, StockCrowdedTraffic, StockPlainTraffic, StockWideTraffic, Traffic
+from tests.traffic.machine import StockCrowdedTraffic, StockPlainTraffic, StockWideTraffic
 from tests.traffic.mutants import check_reuse
+from tests.traffic.suite import EXAMPLES, run
 from tests.traffic.world import Setting, World
 from vllm_kda_prefill.planning import Layout
 
 
-def run(machine: type[Traffic], first_seed: int, examples: int) -> None:
-    budget = settings(
-        max_examples=examples,
-        stateful_step_count=30,
-        deadline=None,
-        database=None,
-        phases=(Phase.generate,),
-        report_multiple_bugs=False,
-        print_blob=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    run_state_machine_as_test(seed(first_seed)(machine), settings=budget)
-
-
-@pytest.mark.parametrize(("machine", "examples"), list(zip(MACHINES, (25, 12, 20), strict=True)))
-def test_nothing_wrong_is_ever_served(machine, examples):
-    run(machine, first_seed=0, examples=examples)
+@pytest.mark.parametrize("machine", EXAMPLES)
+def test_nothing_wrong_is_ever_served(machine):
+    run(machine, EXAMPLES[machine])
 
 
 def test_states_are_there_for_whoever_leaves_a_prompt():
@@ -67,7 +52,7 @@ def test_traffic_that_never_ends_is_a_failure(arm, monkeypatch):
 
 
 def test_stock_is_right_where_its_faults_cannot_show():
-    run(StockPlainTraffic, first_seed=0, examples=15)
+    run(StockPlainTraffic, 15)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +72,9 @@ def test_a_soak_that_would_run_nothing_says_so(monkeypatch, capsys, name, value)
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="stock copies a block that the same step still writes")
 def test_stock_copies_only_written_blocks():
-    run(StockWideTraffic, first_seed=0, examples=40)
+    run(StockWideTraffic, 40)
 
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="stock keeps entries of a chunk preempted in its step")
 def test_stock_withdraws_what_it_preempts():
-    run(StockCrowdedTraffic, first_seed=0, examples=40)
+    run(StockCrowdedTraffic, 40)

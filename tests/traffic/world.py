@@ -94,6 +94,7 @@ class World:
         sources of the steps that are late. Two requests without room for the last preempt each other for ever, on
         stock's scheduler as on this fork's: a state is freed when its step comes back, and nobody waits for that."""
         late = MAX_IN_FLIGHT - 1 if self.setting.asynchronous else 0
+        late *= 2 if self.layout.mtp else 1
         states = self.layout.mamba_groups * (4 + self.layout.mtp + late)
         return (self.layout.num_pages - 1 - states) * self.layout.attention_block * self.layout.dcp
 
