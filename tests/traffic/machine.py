@@ -112,7 +112,6 @@ def scaled(low: int, high: int) -> st.SearchStrategy[int]:
 def _lengths(machine: Traffic) -> st.SearchStrategy[int]:
     page, longest = machine.page, machine.longest
     return st.one_of(
-        st.integers(1, 2),
         st.integers(1, 3 * page + 4),
         st.integers(5 * page, longest),
         st.builds(lambda pages, off: pages * page + off, st.integers(2, longest // page), st.integers(-2, 5)),
@@ -247,6 +246,15 @@ class Traffic(RuleBasedStateMachine):
         self.world.drain()
         self.world.evict(attention=True)
         self.burst(place, 2, shared, added)
+
+    @rule(tokens=st.integers(1, 2), outputs=outputs)
+    def slip_in(self, tokens: int, outputs: int) -> None:
+        """A prompt of next to nothing, while another request decodes and nobody prefills."""
+        self.world.drain()
+        self.world.arrive(self.world.words(PAGE), 45)
+        for _ in range(3):
+            self.world.step()
+        self.world.arrive(self.world.words(tokens), outputs)
 
     @rule(now=seldom)
     def drain(self, now: bool) -> None:

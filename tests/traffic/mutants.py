@@ -189,12 +189,6 @@ def past_its_page(original: Any, scheduler: Any, request: Any, tokens: int, hit:
     return original(scheduler, request, tokens, hit, external)
 
 
-def smallest_page(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """Chunks end on the smallest page, as stock's do."""
-    original(scheduler, *args, **kwargs)
-    scheduler.cache_config.block_size = scheduler.vllm_config.cache_config.block_size
-
-
 def free_twice(original: Any, scheduler: Any, blocks: Any, fence: int) -> None:
     original(scheduler, blocks, fence)
     original(scheduler, blocks[:1], fence)
@@ -249,7 +243,6 @@ MUTANTS: dict[str, Plant] = {
     "chunk inside a page runs past its end": around(
         CoalescingSchedulerMixin, "_mamba_block_aligned_split", past_its_page
     ),
-    "chunks end on the smallest page": around(CoalescingSchedulerMixin, "__init__", smallest_page),
     "shared-prefix junction forgotten": around(Retention, "junction", lambda *args: 0),
     "rungs of the ladder forgotten": around(Retention, "rungs", lambda *args: ()),
 }
