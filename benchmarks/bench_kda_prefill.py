@@ -2,15 +2,19 @@
 
     python benchmarks/bench_kda_prefill.py --heads 8 16 64 --tokens 8192 --rows 1
 
-Medians of ``triton.testing.do_bench`` (which clears the L2 cache before every run), milliseconds, kernels and
-their launches only: inputs and workspaces exist beforehand. ``flashkda x1`` is one FlashKDA launch with one
-checkpoint, nothing else; ``segmented`` gathers and scatters states too; ``native`` reads and writes the pool.
+Milliseconds between two events around one call; inputs and workspaces exist beforehand. Before every call 1 GiB is
+cleared, which empties the L2 cache and gives the host time to queue the call: what is timed is the device. The arms
+take turns: every round runs each of them once, each round starting with another, so that a change of clocks meets all
+alike. A cell holds the median over the rounds and half the distance between the quartiles. ``flashkda x1`` is one
+FlashKDA launch with one checkpoint, nothing else; ``segmented`` gathers and scatters states too; ``native`` reads and
+writes the pool. 4 and 0 are checkpoints a row.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -111,28 +115,50 @@ def providers(heads: int, tokens: int, rows: int, value_tiles: int | None) -> di
     }
 
 
-def measure(heads: int, lens: list[int], value_tiles: int | None = None) -> dict[str, float]:
-    """Milliseconds by name for one batch shape."""
-    from triton.testing import do_bench
-
-    def median(call: Callable[[], None]) -> float:
-        return float(do_bench(call, warmup=20, rep=100, return_mode="median"))
-
-    inputs, four = make_inputs(heads, lens, 4)
-    none = replace(four, offsets=torch.zeros_like(four.offsets), slots=torch.zeros_like(four.slots))
-    none = replace(none, host_offsets=[[] for _ in lens], host_slots=[[] for _ in lens])
-    times = {"flashkda x1": median(flashkda_once(inputs, four))}
-    for name, op in providers(heads, sum(lens), len(lens), value_tiles).items():
-        times[f"{name} 4"] = median(runner(op, inputs, four))
-        times[f"{name} 0"] = median(runner(op, inputs, none))
+def interleave(calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of every call, one entry a round; three rounds before them warm up."""
+    cache = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for turn in range(-3, rounds):
+        events = {}
+        for i in range(len(names)):
+            name = names[(turn + i) % len(names)]
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            cache.zero_()
+            begin.record()
+            calls[name]()
+            end.record()
+            events[name] = begin, end
+        torch.cuda.synchronize()
+        if turn >= 0:
+            for name, (begin, end) in events.items():
+                times[name].append(begin.elapsed_time(end))
     return times
 
 
-def settings() -> str:
+def measure(heads: int, lens: list[int], rounds: int, value_tiles: int | None = None) -> dict[str, list[float]]:
+    """Milliseconds by arm and round for one batch shape."""
+    inputs, four = make_inputs(heads, lens, 4)
+    none = replace(four, offsets=torch.zeros_like(four.offsets), slots=torch.zeros_like(four.slots))
+    none = replace(none, host_offsets=[[] for _ in lens], host_slots=[[] for _ in lens])
+    calls = {"flashkda x1": flashkda_once(inputs, four)}
+    for name, op in providers(heads, sum(lens), len(lens), value_tiles).items():
+        calls[f"{name} 4"] = runner(op, inputs, four)
+        calls[f"{name} 0"] = runner(op, inputs, none)
+    return interleave(calls, rounds)
+
+
+def cell(times: list[float]) -> str:
+    low, middle, high = statistics.quantiles(times, n=4)
+    return f"{middle:.3f} +-{(high - low) / 2:.3f}"
+
+
+def settings(rounds: int) -> str:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return (
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
-        f"commit {commit.stdout.strip() or 'unknown'}; do_bench medians, warm-up 20 ms, 100 ms of repeats"
+        f"commit {commit.stdout.strip() or 'unknown'}; medians of {rounds} rounds in which the arms take turns"
     )
 
 
@@ -142,20 +168,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192], help="tokens of one row")
     parser.add_argument("--rows", type=int, nargs="+", default=[1])
     parser.add_argument("--value-tiles", type=int, choices=(1, 2, 4), help="recurrence block width, 16 columns")
+    parser.add_argument("--rounds", type=int, default=40)
     arguments = parser.parse_args()
     if os.environ.get("FLASHKDA_LIBRARY"):
         torch.ops.load_library(os.environ["FLASHKDA_LIBRARY"])
-    print(settings())
+    print(settings(arguments.rounds))
     names: list[str] = []
     for heads in arguments.heads:
         for rows in arguments.rows:
             for tokens in arguments.tokens:
-                times = measure(heads, [tokens] * rows, arguments.value_tiles)
+                times = measure(heads, [tokens] * rows, arguments.rounds, arguments.value_tiles)
                 if not names:
                     names = list(times)
                     print("| heads | rows x tokens | " + " | ".join(names) + " |")
                     print("|---" * (len(names) + 2) + "|")
-                cells = " | ".join(f"{times[name]:.3f}" for name in names)
+                cells = " | ".join(cell(times[name]) for name in names)
                 print(f"| {heads} | {rows} x {tokens} | {cells} |", flush=True)
                 torch.cuda.empty_cache()
 
