@@ -96,6 +96,15 @@ def test_heads_take_turns_when_the_workspace_is_too_small_for_all(batch_factory,
         assert launch["head_count"] * launch["max_chunks"] * 71168 <= bytes_needed
 
 
+def test_turns_have_equal_sizes(batch_factory, build_native):
+    library = FakeLibrary()
+    op = build_native(library, max_num_tokens=80, max_num_seqs=16)
+    op.run(batch_factory([5] * 5, heads=5).inputs)
+    # Four heads would fit.
+    assert [(launch["head_begin"], launch["head_count"]) for launch in library.launches] == [(0, 3), (3, 2)]
+    assert all(launch["max_chunks"] == 5 for launch in library.launches)
+
+
 def test_pages_off_the_16_byte_grid_are_refused(batch_factory, build_native):
     op = build_native(FakeLibrary())
     batch = batch_factory([32], page_padding=2)

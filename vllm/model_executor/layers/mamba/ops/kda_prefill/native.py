@@ -171,7 +171,9 @@ class NativeKDAPrefill(KDAPrefill):
             max_chunks=max_chunks(inputs.q.shape[1], inputs.num_rows, targets is not None),
         )
         stream = torch.cuda.current_stream(inputs.q.device).cuda_stream
-        step = min(heads, self._records // params.max_chunks) if params.max_chunks else heads
+        # Turns of equal size: a head left over would take nearly as long as a full turn.
+        most = min(heads, self._records // params.max_chunks) if params.max_chunks else heads
+        step = -(-heads // -(-heads // most))
         for begin in range(0, heads, step):
             params.head_begin = begin
             params.head_count = min(step, heads - begin)
