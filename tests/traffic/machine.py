@@ -247,6 +247,7 @@ class Traffic(RuleBasedStateMachine):
         self.world.evict(attention=True)
         self.burst(place, 2, shared, added)
 
+    @precondition(lambda self: self.world.layout.mtp)
     @rule(tokens=st.integers(1, 2), outputs=outputs)
     def slip_in(self, tokens: int, outputs: int) -> None:
         """A prompt of next to nothing, while another request decodes and nobody prefills."""

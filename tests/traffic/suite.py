@@ -8,7 +8,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.traffic.machine import CrowdedTraffic, FineTraffic, Traffic, WideTraffic
 
 SEED = 0
-EXAMPLES: dict[type[Traffic], int] = {Traffic: 25, CrowdedTraffic: 20, WideTraffic: 15, FineTraffic: 15}
+EXAMPLES: dict[type[Traffic], int] = {WideTraffic: 15, FineTraffic: 10, CrowdedTraffic: 20, Traffic: 18}
 
 
 def run(machine: type[Traffic], examples: int, first_seed: int = SEED, steps: int = 30) -> None:
