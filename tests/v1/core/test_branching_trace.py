@@ -99,5 +99,52 @@ def test_rungs_in_the_first_class_would_push_out_better_entries(monkeypatch: pyt
     stock = sum(cached_tokens(layout, "stock", seed, branching=0) for seed in range(3))
     assert sum(cached_tokens(layout, "coalesced", seed, branching=0) for seed in range(3)) >= stock
     monkeypatch.setattr(TieredFreeQueue, "mark_second_class", lambda queue, block: None)
-    monkeypatch.setattr(TieredFreeQueue, "has_spare", lambda queue, count: True)
+    monkeypatch.setattr(TieredFreeQueue, "admits", lambda queue, count: True)
     assert sum(cached_tokens(layout, "coalesced", seed, branching=0) for seed in range(3)) < 0.98 * stock
+
+
+def full_cache(pages: int) -> Engine:
+    """An engine with hardly a page but holds the entry of a prompt that nobody comes back to."""
+    engine = Engine.build(Layout(attention_block=PAGE, mamba_block=PAGE, budget=256, num_pages=pages))
+    source = random.Random(1)
+    for number in range(pages // 40):
+        serve(engine, f"old {number}", [source.randrange(30_000) for _ in range(64 * PAGE)])
+    assert engine.scheduler.kv_cache_manager.free_queue.num_second_class <= 2
+    return engine
+
+
+def serve(engine: Engine, name: str, prompt: list[int]) -> int:
+    """Serve one prompt to its end; tokens it found in the prefix cache."""
+    engine.add(name, prompt)
+    cached = 0
+    while engine.scheduler.requests:
+        cached += sum(new.num_computed_tokens for new in engine.step().scheduled_new_reqs)
+    return cached
+
+
+def test_a_full_cache_learns_that_prompts_branch() -> None:
+    """Rungs are guests at first; once they are missed they take the place of what has not been used for longest."""
+    engine = full_cache(pages=800)
+    source = random.Random(2)
+    hits = []
+    for number in range(12):
+        prompt = [source.randrange(30_000) for _ in range(16 * PAGE)]
+        serve(engine, f"base {number}", prompt)
+        tails = ([source.randrange(30_000) for _ in range(4 * PAGE)] for _ in range(3))
+        leaves = (14 * PAGE + 5, 12 * PAGE + 5, 9 * PAGE)
+        hits.append(
+            [serve(engine, f"{number} {at}", prompt[:at] + tail) for at, tail in zip(leaves, tails, strict=True)]
+        )
+    assert hits[0][0] == 0
+    assert hits[-1] == [14 * PAGE, 12 * PAGE, 8 * PAGE]
+
+
+def test_a_full_cache_keeps_what_is_used_where_nothing_branches() -> None:
+    engine = full_cache(pages=400)
+    share = engine.scheduler.kv_cache_manager.share
+    prompts = {number: [number] * 40 * PAGE for number in range(4)}
+    for turn in range(20):
+        number = turn % 4
+        serve(engine, f"{turn}", prompts[number])
+        prompts[number] = prompts[number] + [turn] * PAGE
+    assert share.pages == 0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.tiered_free_queue import TieredFreeQueue
+from vllm.v1.core.tiered_free_queue import Tier, TieredFreeQueue
 
 
 def make_pool(num_blocks: int = 9) -> tuple[BlockPool, TieredFreeQueue]:
@@ -81,19 +81,55 @@ def test_refresh_makes_an_entry_the_last_of_its_tier() -> None:
 
 
 @pytest.mark.parametrize("second_class, spare", [(set(), 0), ({3}, 1), ({0, 1, 2}, 3)])
-def test_spare_pages_are_those_without_a_first_class_entry(second_class: set[int], spare: int) -> None:
+def test_without_a_share_second_class_entries_take_no_first_class_page(second_class: set[int], spare: int) -> None:
     pool, queue = make_pool()
     fill(pool, queue, second_class)
-    assert queue.has_spare(spare)
-    assert not queue.has_spare(spare + 1)
+    assert queue.admits(spare)
+    assert not queue.admits(spare + 1)
 
 
 def test_entries_dropped_in_place_are_spare() -> None:
     pool, queue = make_pool()
     order = fill(pool, queue, second_class=set())
     pool.evict_blocks({order[0], order[1], order[4]})
-    assert queue.has_spare(2)
-    assert not queue.has_spare(3)
+    assert queue.admits(2)
+    assert not queue.admits(3)
+
+
+def test_within_their_share_second_class_entries_push_out_the_oldest_first_class_ones() -> None:
+    pool, queue = make_pool()
+    order = fill(pool, queue, second_class={5})
+    queue.share = 3
+    assert queue.admits(2)
+    with queue.for_second_class(2):
+        assert [block.block_id for block in pool.get_new_blocks(2)] == order[:2]
+    assert queue.share == 3
+
+
+def test_beyond_their_share_second_class_entries_replace_their_oldest() -> None:
+    pool, queue = make_pool()
+    order = fill(pool, queue, second_class={5, 6, 7})
+    queue.share = 3
+    assert queue.admits(1)
+    with queue.for_second_class(1):
+        assert [block.block_id for block in pool.get_new_blocks(1)] == [order[5]]
+
+
+def test_a_share_of_second_class_entries_outlives_first_class_ones() -> None:
+    pool, queue = make_pool()
+    order = fill(pool, queue, second_class={0, 1, 2})
+    queue.share = 2
+    taken = [block.block_id for block in pool.get_new_blocks(8)]
+    assert taken == [order[0], *order[3:], order[1], order[2]]
+
+
+def test_entries_that_go_are_told_of_with_their_class() -> None:
+    pool, queue = make_pool()
+    order = fill(pool, queue, second_class={5})
+    told = []
+    queue.on_eviction = lambda tier, blocks: told.append((tier, [block.block_id for block in blocks]))
+    pool.get_new_blocks(3)
+    assert told == [(Tier.SECOND_CLASS, [order[5]]), (Tier.FIRST_CLASS, order[:2])]
 
 
 def test_it_is_installed_once_and_before_the_first_entry() -> None:

@@ -41,6 +41,7 @@ def test_counters_follow_the_schedulers_totals(stats_of_two_prompts):
         assert value("states_exported_total") == states
     # Three rungs of the first prompt and three of the second, in two groups, and one span end.
     assert value("state_pages") == 14
+    assert value("state_pages_share") == 0
     assert value("states_not_exported_total") == 0
 
 

@@ -13,11 +13,19 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    BlockHashWithGroupId,
+    KVCacheBlock,
+    get_block_hash,
+    get_group_id,
+    make_block_hash_with_group_id,
+)
 from vllm.v1.core.recurrent_prefill_checkpoint import LookupGrid, WantedState
+from vllm.v1.core.second_class_share import Reach, SecondClassShare, entries
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
-from vllm.v1.core.tiered_free_queue import TieredFreeQueue
+from vllm.v1.core.tiered_free_queue import Tier, TieredFreeQueue
 from vllm.v1.request import Request
 
 Pages = dict[int, int]
@@ -31,6 +39,13 @@ class StepPrefill(NamedTuple):
     is_admission: bool
 
 
+class AttentionReach(NamedTuple):
+    """Tokens up to which attention's blocks are cached, and would be had the last entries to go been kept."""
+
+    cached: int
+    remembered: int
+
+
 class CoalescingKVCacheManager(KVCacheManager):
     """`KVCacheManager` that grants pages to exports and keeps unwritten blocks out of the prefix cache."""
 
@@ -38,6 +53,8 @@ class CoalescingKVCacheManager(KVCacheManager):
     attention_managers: tuple[SingleTypeKVCacheManager, ...]
     free_queue: TieredFreeQueue
     grid: LookupGrid
+    share: SecondClassShare
+    _learnt: set[str]
     _exported: dict[str, list[tuple[KVCacheBlock, object]]]
 
     @classmethod
@@ -57,6 +74,9 @@ class CoalescingKVCacheManager(KVCacheManager):
         adopted.free_queue = TieredFreeQueue.install(adopted.block_pool)
         adopted.grid = adopted._lookup_grid()
         adopted._exported = {}
+        adopted.share = SecondClassShare(len(adopted.block_pool.blocks), len(adopted.mamba_managers), adopted.grid.page)
+        adopted._learnt = set()
+        adopted.free_queue.on_eviction = adopted._note_evictions
         return adopted
 
     def _lookup_grid(self) -> LookupGrid:
@@ -101,7 +121,7 @@ class CoalescingKVCacheManager(KVCacheManager):
         Args:
             request: A request scheduled in this step.
             wanted: States to export, the most wanted first. A second-class state only takes pages without a
-                cached entry or with an older second-class one.
+                cached entry, with an older second-class one, or within the share of `share`.
 
         Returns:
             The granted positions with their pages, and the blocks, in use, for the caller to free in this
@@ -113,8 +133,11 @@ class CoalescingKVCacheManager(KVCacheManager):
             if self._is_cached(request, state.position):
                 continue
             blocks = self._take_pages(state)
+            name = self.block_pool._get_partial_block_hash(request, state.position)
             if blocks is None:
-                break
+                self.share.note_lost_state(name)
+                continue
+            self.share.note_kept_state(name)
             for manager, block in zip(self.mamba_managers, blocks, strict=True):
                 self._publish(request, manager, block, state)
             granted[state.position] = {
@@ -128,10 +151,14 @@ class CoalescingKVCacheManager(KVCacheManager):
 
     def free(self, request: Request) -> None:
         super().free(request)
+        if request.is_finished():
+            self._learnt.discard(request.request_id)
         self._refresh_exports(request)
 
     def pop_blocks_for_free(self, request: Request) -> list[KVCacheBlock]:
         blocks = super().pop_blocks_for_free(request)
+        if request.is_finished():
+            self._learnt.discard(request.request_id)
         self._refresh_exports(request)
         return blocks
 
@@ -165,9 +192,12 @@ class CoalescingKVCacheManager(KVCacheManager):
         count = len(self.mamba_managers)
         if count > self.block_pool.get_num_free_blocks():
             return None
-        if not state.first_class and not self.free_queue.has_spare(count):
+        if state.first_class:
+            return self.block_pool.get_new_blocks(count)
+        if not self.free_queue.admits(count):
             return None
-        return self.block_pool.get_new_blocks(count)
+        with self.free_queue.for_second_class(count):
+            return self.block_pool.get_new_blocks(count)
 
     def _publish(self, request: Request, manager: MambaManager, block: KVCacheBlock, state: WantedState) -> None:
         self.block_pool.cache_partial_block(
@@ -179,6 +209,67 @@ class CoalescingKVCacheManager(KVCacheManager):
         )
         if not state.first_class:
             self.free_queue.mark_second_class(block)
+
+    # What second-class states are worth.
+
+    def get_computed_blocks(
+        self, request: Request, max_cache_hit_length: int | None = None
+    ) -> tuple[KVCacheBlocks, int, int]:
+        found = super().get_computed_blocks(request, max_cache_hit_length)
+        if request.request_id not in self._learnt and self.prefix_cache_lookup_enabled(request):
+            # A request that waits is looked up again and again.
+            self._learnt.add(request.request_id)
+            self.share.learn(self._reach(request, found[1]))
+            self.free_queue.share = self.share.pages
+        return found
+
+    def _note_evictions(self, tier: Tier, blocks: list[KVCacheBlock]) -> None:
+        if tier == Tier.FIRST_CLASS:
+            for name in entries(blocks):
+                self.share.note_first_class_eviction(name, self.free_queue.num_second_class)
+            return
+        for name in entries(blocks):
+            if get_group_id(name) == self.mamba_managers[0].kv_cache_group_id:
+                self.share.note_lost_state(get_block_hash(name))
+
+    def _reach(self, request: Request, hit: int) -> Reach:
+        """How far a request's prompt could have been reused, had the last entries to go been kept."""
+        page, length = self.grid.page, request.num_prompt_tokens
+        first_class = all_states = hit
+        attention = self._attention_reach(request, hit, self.grid.last_boundary(length, page))
+        for position in range(hit // page * page + page, attention.remembered + 1, page):
+            if not self.grid.is_reachable(position, length):
+                continue
+            name = self.block_pool._get_partial_block_hash(request, position)
+            if self._is_cached_state(name):
+                if position > attention.cached:
+                    first_class = position
+            elif self.share.was_first_class(self._state_key(name)):
+                first_class = position
+            elif position <= attention.cached and self.share.was_second_class(name):
+                all_states = position
+        return Reach(hit, first_class, all_states)
+
+    def _attention_reach(self, request: Request, hit: int, last: int) -> AttentionReach:
+        """How far attention's blocks reach from a hit on, and would had the last entries to go been kept."""
+        cached = remembered = last
+        for manager in self.attention_managers:
+            size, group = manager.block_size, manager.kv_cache_group_id
+            for end in range(hit // size * size + size, last + 1, size):
+                name = self.block_pool._get_partial_block_hash(request, end)
+                if self.block_pool.get_cached_block(name, [group]) is not None:
+                    continue
+                cached = min(cached, end - size)
+                if not self.share.was_first_class(make_block_hash_with_group_id(name, group)):
+                    remembered = min(remembered, end - size)
+                    break
+        return AttentionReach(cached, remembered)
+
+    def _state_key(self, name: BlockHash) -> BlockHashWithGroupId:
+        return make_block_hash_with_group_id(name, self.mamba_managers[0].kv_cache_group_id)
+
+    def _is_cached_state(self, name: BlockHash) -> bool:
+        return self.block_pool.get_cached_block(name, [self.mamba_managers[0].kv_cache_group_id]) is not None
 
     # Admission.
 

@@ -2,13 +2,14 @@
 """A free list with three tiers: pages without a cached entry, second-class entries, first-class entries.
 
 vLLM counts every free page as available, cached or not, so an extra retained state could push a better entry
-out of the prefix cache. Here a second-class entry is always evicted before any first-class one, and the pages
-that can be had without losing a first-class entry can be counted.
+out of the prefix cache. Here second-class entries beyond their share are evicted before any first-class one, and
+the pages that can be had without losing a first-class entry can be counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 from vllm.v1.core.block_pool import BlockPool
@@ -26,9 +27,13 @@ class Tier(IntEnum):
 
 class TieredFreeQueue:
     """Takes the place of a block pool's `FreeKVCacheBlockQueue`, with the same methods and eviction order
-    but for second-class entries, which go before all first-class ones.
+    but for second-class entries beyond their share of pages, which go before all first-class ones.
 
     A page stays second class until its entry is evicted, or a lookup hits it: then it has proven its worth.
+
+    Attributes:
+        share: Free pages that second-class entries keep while a first-class entry can go.
+        on_eviction: Called with the tier and the pages, entries still on them, that are taken from a tier.
     """
 
     def __init__(self, num_blocks: int, free_blocks: list[KVCacheBlock]) -> None:
@@ -36,6 +41,8 @@ class TieredFreeQueue:
         self._tier = bytearray([Tier.IN_USE]) * num_blocks
         self._second_class: set[int] = set()
         self.num_free_blocks = 0
+        self.share = 0
+        self.on_eviction: Callable[[Tier, list[KVCacheBlock]], None] | None = None
         self._put(free_blocks, Tier.EMPTY)
 
     @classmethod
@@ -54,12 +61,30 @@ class TieredFreeQueue:
         assert self._tier[block.block_id] == Tier.IN_USE
         self._second_class.add(block.block_id)
 
-    def has_spare(self, count: int) -> bool:
-        """Whether the next `count` pages can be taken without evicting a first-class entry."""
-        empty, second, first = self._lists
-        count -= empty.num_free_blocks + second.num_free_blocks
+    def admits(self, count: int) -> bool:
+        """Whether second-class entries may take `count` pages: there are as many that are empty or their own, or they
+        stay within their share."""
+        second_class = self._lists[Tier.SECOND_CLASS].num_free_blocks
+        return self._is_vacant(count - second_class) or second_class + count <= self.share
+
+    @contextmanager
+    def for_second_class(self, count: int) -> Iterator[None]:
+        """Let the next `count` pages, which `admits` has agreed to, be taken for second-class entries."""
+        second_class = self._lists[Tier.SECOND_CLASS].num_free_blocks
+        share = self.share
+        if second_class + count > share:
+            # They replace older ones of their own.
+            self.share = 0
+        try:
+            yield
+        finally:
+            self.share = share
+
+    def _is_vacant(self, count: int) -> bool:
+        """Whether the next `count` pages, second-class ones not counted, hold no entry."""
+        count -= self._lists[Tier.EMPTY].num_free_blocks
         # Entries dropped in place (a cache reset, an eviction by id) leave empty pages in the last list.
-        for block in first.iter_blocks_after(None):
+        for block in self._lists[Tier.FIRST_CLASS].iter_blocks_after(None):
             if count <= 0 or block.block_hash is not None:
                 break
             count -= 1
@@ -83,13 +108,29 @@ class TieredFreeQueue:
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        second_class = self._lists[Tier.SECOND_CLASS].num_free_blocks
+        return self._take(
+            n,
+            (Tier.EMPTY, n),
+            (Tier.SECOND_CLASS, max(second_class - self.share, 0)),
+            (Tier.FIRST_CLASS, n),
+            (Tier.SECOND_CLASS, n),
+        )
+
+    def _take(self, n: int, *limits: tuple[Tier, int]) -> list[KVCacheBlock]:
+        """The next `n` pages: of each tier in turn at most so many."""
         if n > self.num_free_blocks:
             raise ValueError(f"{n} free blocks asked for, {self.num_free_blocks} are left")
         self.num_free_blocks -= n
         blocks: list[KVCacheBlock] = []
-        for queue in self._lists:
-            if len(blocks) < n:
-                blocks += queue.popleft_n(min(n - len(blocks), queue.num_free_blocks))
+        for tier, limit in limits:
+            count = min(n - len(blocks), limit, self._lists[tier].num_free_blocks)
+            if count:
+                taken = self._lists[tier].popleft_n(count)
+                if self.on_eviction is not None and tier != Tier.EMPTY:
+                    self.on_eviction(tier, taken)
+                blocks += taken
+        assert len(blocks) == n
         for block in blocks:
             self._tier[block.block_id] = Tier.IN_USE
             self._second_class.discard(block.block_id)

@@ -24,14 +24,15 @@ def _counter(name: str, documentation: str, *labels: str) -> Counter:
     return Counter(f"vllm:kda_prefill_{name}", documentation, (*LABELS, *labels))
 
 
+GAUGES = {
+    "pages": ("state_pages", "Free pages that hold a second-class state."),
+    "share": ("state_pages_share", "Free pages that second-class states keep from the oldest other entries."),
+}
+
+
 @cache
-def _state_pages() -> Gauge:
-    return Gauge(
-        "vllm:kda_prefill_state_pages",
-        "Free pages that hold a retained state and are evicted before any other cached page.",
-        LABELS,
-        multiprocess_mode="mostrecent",
-    )
+def _gauge(name: str, documentation: str) -> Gauge:
+    return Gauge(f"vllm:kda_prefill_{name}", documentation, LABELS, multiprocess_mode="mostrecent")
 
 
 class KDAPrefillStatLogger(StatLoggerBase):
@@ -51,8 +52,8 @@ class KDAPrefillStatLogger(StatLoggerBase):
         if scheduler_stats is None:
             return
         for key, total in scheduler_stats.waiting_lora_adapters.items():
-            if key == "pages":
-                _state_pages().labels(*self._labels).set(total)
+            if key in GAUGES:
+                _gauge(*GAUGES[key]).labels(*self._labels).set(total)
                 continue
             metric, _, reason = key.partition(":")
             # Created here and not earlier: vLLM drops every registered metric of its own before it starts.

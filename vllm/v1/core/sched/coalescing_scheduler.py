@@ -215,6 +215,7 @@ class CoalescingSchedulerMixin(Scheduler):
             stats.waiting_lora_adapters = {
                 **self.plan_stats.totals(),
                 "pages": self.kv_cache_manager.free_queue.num_second_class,
+                "share": self.kv_cache_manager.share.pages,
             }
         return stats
 
