@@ -76,7 +76,7 @@ def fine_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
         attention_block=PAGE // 2,
         mamba_block=PAGE,
         mtp=draw(st.sampled_from((0, 3))),
-        budget=draw(st.sampled_from((80, 176))),
+        budget=draw(st.sampled_from((80, 528))),
         num_pages=draw(st.sampled_from((80, 300))),
         mamba_groups=draw(st.sampled_from((1, 2))),
         retention_interval=None,
@@ -293,6 +293,15 @@ class FineTraffic(Traffic):
     """Traffic on recurrent pages that are wider than the others."""
 
     engines = staticmethod(fine_layouts)
+
+    @rule(pages=st.integers(1, 6), added=st.integers(1, 400))
+    def go_on_inside_a_page(self, pages: int, added: int) -> None:
+        """A prompt that ends inside a recurrent page, and one that goes on from there."""
+        text = self.world.words(pages * PAGE + PAGE // 2 + 5)
+        self.world.drain()
+        self.world.arrive(text)
+        self.world.drain()
+        self.world.arrive(text + self.world.words(added))
 
 
 class TrueSizeTraffic(Traffic):

@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tests.traffic.machine import PAGE
@@ -286,7 +287,8 @@ def main(names: list[str]) -> int:
         began = time.monotonic()
         found = find(MUTANTS[name])
         survivors += found is None
-        table.add_row(name, (found or "[red]NOTHING[/]")[:110].replace("[", r"\["), f"{time.monotonic() - began:.0f}")
+        shown = "[red]NOTHING[/]" if found is None else escape(found[:110])
+        table.add_row(name, shown, f"{time.monotonic() - began:.0f}")
         print(f"{name}: {found}", file=sys.stderr)
     Console(width=160).print(table)
     return 1 if survivors else 0

@@ -52,7 +52,7 @@ def test_traffic_that_never_ends_is_a_failure(arm, monkeypatch):
 
 
 def test_stock_is_right_where_its_faults_cannot_show():
-    run(StockPlainTraffic, 15)
+    run(StockPlainTraffic, 8)
 
 
 @pytest.mark.parametrize(
