@@ -72,3 +72,12 @@ def test_a_state_that_is_kept_again_is_not_missed(share):
     assert share.was_second_class(name(1))
     share.note_kept_state(name(1))
     assert not share.was_second_class(name(1))
+
+
+def test_there_is_nothing_to_learn_from_until_something_went(share):
+    assert not share.remembers
+    share.note_lost_state(name(1))
+    assert share.remembers
+    share.note_kept_state(name(1))
+    share.note_first_class_eviction(make_block_hash_with_group_id(name(2), 0), held=0)
+    assert share.remembers

@@ -216,7 +216,11 @@ class CoalescingKVCacheManager(KVCacheManager):
         self, request: Request, max_cache_hit_length: int | None = None
     ) -> tuple[KVCacheBlocks, int, int]:
         found = super().get_computed_blocks(request, max_cache_hit_length)
-        if request.request_id not in self._learnt and self.prefix_cache_lookup_enabled(request):
+        if (
+            self.share.remembers
+            and request.request_id not in self._learnt
+            and self.prefix_cache_lookup_enabled(request)
+        ):
             # A request that waits is looked up again and again.
             self._learnt.add(request.request_id)
             self.share.learn(self._reach(request, found[1]))

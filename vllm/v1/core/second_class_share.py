@@ -37,6 +37,9 @@ class Ghosts:
     def __contains__(self, name: bytes) -> bool:
         return name in self._names
 
+    def __len__(self) -> int:
+        return len(self._names)
+
     def add(self, name: bytes, at_least: int = 0) -> None:
         """Remember `name` as the newest, and forget the oldest beyond the capacity or `at_least`."""
         self._names.pop(name, None)
@@ -84,6 +87,11 @@ class SecondClassShare:
         remembered = max(num_blocks // MEMORY, 1)
         self._first_class = Ghosts(remembered)
         self._second_class = Ghosts(max(remembered // groups, 1))
+
+    @property
+    def remembers(self) -> bool:
+        """Whether there is anything to learn from: not while the pool has vacant pages."""
+        return bool(self._first_class or self._second_class)
 
     def note_first_class_eviction(self, name: BlockHashWithGroupId, held: int) -> None:
         """A first-class entry went while second-class states hold `held` free pages.
