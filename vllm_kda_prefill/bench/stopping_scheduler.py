@@ -7,13 +7,12 @@ chunk's end.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from vllm.v1.core.recurrent_prefill_checkpoint import LookupGrid, Retention
+from vllm.v1.core.coalescing_kv_cache_manager import lookup_grid
+from vllm.v1.core.recurrent_prefill_checkpoint import Retention
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.request import Request
 
 
@@ -25,7 +24,7 @@ class StoppingMixin(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._retention = Retention(lookup_grid(self))
+        self._retention = Retention(lookup_grid(self.kv_cache_manager))
 
     def _mamba_block_aligned_split(
         self,
@@ -62,22 +61,6 @@ class TailStoppingAsyncScheduler(StoppingAsyncScheduler):
     """The same for asynchronous scheduling."""
 
     ends_at_tail = True
-
-
-def lookup_grid(scheduler: Scheduler) -> LookupGrid:
-    """Where lookups of this scheduler's KV cache can resume."""
-    coordinator = scheduler.kv_cache_manager.coordinator
-    managers = coordinator.single_type_managers
-    mamba = [manager for manager in managers if isinstance(manager, MambaManager)]
-    attention = [manager for manager in managers if manager not in mamba and manager.kv_cache_spec.prefix_cacheable]
-    return LookupGrid(
-        page=mamba[0].block_size,
-        attention_block=math.lcm(*(manager.block_size for manager in attention)),
-        hit_alignment=mamba[0].cache_hit_alignment_tokens,
-        scheduler_block=coordinator.scheduler_block_size,
-        hash_lookahead=scheduler.kv_cache_manager.block_pool.num_hash_lookahead_tokens,
-        drop_block=bool(coordinator.drop_eagle_group_ids),
-    )
 
 
 def end_at_rungs(**kwargs: Any) -> Scheduler:

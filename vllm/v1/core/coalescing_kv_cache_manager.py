@@ -46,6 +46,31 @@ class AttentionReach(NamedTuple):
     remembered: int
 
 
+def cacheable_managers(
+    manager: KVCacheManager,
+) -> tuple[tuple[MambaManager, ...], tuple[SingleTypeKVCacheManager, ...]]:
+    """The Mamba groups of a KV cache, and its other groups that have prefix-cache entries."""
+    managers = manager.coordinator.single_type_managers
+    mamba = tuple(m for m in managers if isinstance(m, MambaManager))
+    attention = tuple(m for m in managers if not isinstance(m, MambaManager) and m.kv_cache_spec.prefix_cacheable)
+    return mamba, attention
+
+
+def lookup_grid(manager: KVCacheManager) -> LookupGrid:
+    """Where lookups of a KV cache can resume."""
+    mamba, attention = cacheable_managers(manager)
+    (page,) = {m.block_size for m in mamba}
+    (hit_alignment,) = {m.cache_hit_alignment_tokens for m in mamba}
+    return LookupGrid(
+        page=page,
+        attention_block=math.lcm(*(m.block_size for m in attention)),
+        hit_alignment=hit_alignment,
+        scheduler_block=manager.coordinator.scheduler_block_size,
+        hash_lookahead=manager.block_pool.num_hash_lookahead_tokens,
+        drop_block=bool(manager.coordinator.drop_eagle_group_ids),
+    )
+
+
 class CoalescingKVCacheManager(KVCacheManager):
     """`KVCacheManager` that grants pages to exports and keeps unwritten blocks out of the prefix cache."""
 
@@ -66,30 +91,14 @@ class CoalescingKVCacheManager(KVCacheManager):
         assert type(manager) is KVCacheManager, f"cannot adopt a {type(manager).__name__}"
         manager.__class__ = cls
         adopted = cast(CoalescingKVCacheManager, manager)
-        managers = adopted.coordinator.single_type_managers
-        adopted.mamba_managers = tuple(m for m in managers if isinstance(m, MambaManager))
-        adopted.attention_managers = tuple(
-            m for m in managers if not isinstance(m, MambaManager) and m.kv_cache_spec.prefix_cacheable
-        )
+        adopted.mamba_managers, adopted.attention_managers = cacheable_managers(adopted)
         adopted.free_queue = TieredFreeQueue.install(adopted.block_pool)
-        adopted.grid = adopted._lookup_grid()
+        adopted.grid = lookup_grid(adopted)
         adopted._exported = {}
         adopted.share = SecondClassShare(len(adopted.block_pool.blocks), len(adopted.mamba_managers), adopted.grid.page)
         adopted._learnt = set()
         adopted.free_queue.on_eviction = adopted._note_evictions
         return adopted
-
-    def _lookup_grid(self) -> LookupGrid:
-        (page,) = {m.block_size for m in self.mamba_managers}
-        (hit_alignment,) = {m.cache_hit_alignment_tokens for m in self.mamba_managers}
-        return LookupGrid(
-            page=page,
-            attention_block=math.lcm(*(m.block_size for m in self.attention_managers)),
-            hit_alignment=hit_alignment,
-            scheduler_block=self.coordinator.scheduler_block_size,
-            hash_lookahead=self.block_pool.num_hash_lookahead_tokens,
-            drop_block=bool(self.coordinator.drop_eagle_group_ids),
-        )
 
     # Exports.
 
@@ -151,19 +160,17 @@ class CoalescingKVCacheManager(KVCacheManager):
 
     def free(self, request: Request) -> None:
         super().free(request)
-        if request.is_finished():
-            self._learnt.discard(request.request_id)
-        self._refresh_exports(request)
+        self._after_free(request)
 
     def pop_blocks_for_free(self, request: Request) -> list[KVCacheBlock]:
         blocks = super().pop_blocks_for_free(request)
-        if request.is_finished():
-            self._learnt.discard(request.request_id)
-        self._refresh_exports(request)
+        self._after_free(request)
         return blocks
 
-    def _refresh_exports(self, request: Request) -> None:
-        """Let a request's states be as recently used as its other blocks, as stock's are."""
+    def _after_free(self, request: Request) -> None:
+        """Forget the request, and let its states be as recently used as its other blocks, as stock's are."""
+        if request.is_finished():
+            self._learnt.discard(request.request_id)
         for block, block_hash in self._exported.pop(request.request_id, ()):
             if block.ref_cnt == 0 and block.block_hash == block_hash:
                 self.free_queue.refresh(block)
