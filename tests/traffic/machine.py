@@ -20,17 +20,23 @@ LONGEST_TRUE = 40_000
 
 @st.composite
 def layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
-    """Engines with recurrent pages of 32 tokens: everything is a sixteenth of its real size."""
+    """Engines with recurrent pages of 32 tokens: everything is a sixteenth of its real size.
+
+    Attention pages wider than these are refused on one rank.
+    """
     mtp = draw(st.sampled_from((0, 3)))
+    attention = draw(st.sampled_from(attention_blocks))
+    dcp = draw(st.sampled_from((1, 2, 4) if attention <= PAGE else (2, 4)))
+    scheduler_block = max(attention * dcp, PAGE)
     return Layout(
-        attention_block=draw(st.sampled_from(attention_blocks)),
+        attention_block=attention,
         mamba_block=PAGE,
-        dcp=draw(st.sampled_from((1, 2, 4))),
+        dcp=dcp,
         mtp=mtp,
         budget=draw(st.sampled_from((64, 160, 512))),
         num_pages=draw(st.sampled_from((28, 44, 80, 300))),
         mamba_groups=draw(st.sampled_from((1, 2))),
-        retention_interval=draw(st.sampled_from((0, 0, None, None, 4 * PAGE))),
+        retention_interval=draw(st.sampled_from((0, 0, None, None, scheduler_block, 2 * scheduler_block))),
         block_drop=draw(st.booleans()) and mtp > 0,
         max_seqs=draw(st.sampled_from((3, 16))),
         max_model_len=MAX_MODEL_LEN,
@@ -133,7 +139,7 @@ class Traffic(RuleBasedStateMachine):
     page: ClassVar[int] = PAGE
     longest: ClassVar[int] = 1280
     """Tokens of the longest prompt that shares nothing."""
-    attention_blocks: ClassVar[Sequence[int]] = (PAGE, PAGE, PAGE // 2)
+    attention_blocks: ClassVar[Sequence[int]] = (PAGE, PAGE, PAGE // 2, 2 * PAGE)
     engines: ClassVar[Any] = staticmethod(layouts)
     totals: ClassVar[Any] = None
     """A Counter that sums what all examples did, if set."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from vllm.v1.core.kv_cache_utils import get_group_id
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.core.recurrent_prefill_checkpoint import POLICIES, WantedState
+from vllm.v1.core.second_class_share import Reach, SecondClassShare
 from vllm_kda_prefill.planning import Engine, Layout
 
 PAGE = 16
@@ -54,6 +55,7 @@ class TestReach:
     ) -> None:
         """A request that shares just enough tokens to prove a rung's hash, and then leaves, resumes at the rung."""
         mtp, drop = mtp_drop
+        assume(sizes[0] <= sizes[1] or dcp > 1)
         layout = Layout(
             attention_block=sizes[0], mamba_block=sizes[1], dcp=dcp, mtp=mtp, block_drop=drop, budget=256,
             max_model_len=4096, retention_interval=interval,
@@ -129,6 +131,17 @@ class TestGrant:
         assert [state.position for state in wanted] == [272, 240, 176]
         assert sorted(granted) == [240, 272]
 
+    def test_only_a_state_that_first_class_entries_keep_out_is_learnt_as_lost(self) -> None:
+        engine, manager = self.engine()
+        request = engine.add("a", words(300))
+        lost = [manager.block_pool._get_partial_block_hash(request, position) for position in (96, 240)]
+        pages = manager.block_pool.get_new_blocks(manager.block_pool.get_num_free_blocks())
+        assert manager.grant(request, [WantedState(96, first_class=False)]) == ({}, [])
+        manager.block_pool.free_blocks(pages)
+        self.fill(engine)
+        assert manager.grant(request, [WantedState(240, first_class=False)]) == ({}, [])
+        assert [manager.share.was_second_class(name) for name in lost] == [False, True]
+
     def test_every_group_gets_a_page_or_none(self) -> None:
         engine, manager = self.engine(groups=3)
         self.fill(engine)
@@ -191,3 +204,59 @@ class TestGrant:
         while engine.scheduler.requests:
             engine.step()
         assert manager.free_queue.get_all_free_blocks()[-1].block_id == junction
+
+
+class TestLearning:
+    """What the share learns from, and what not."""
+
+    def learnt(self, monkeypatch: pytest.MonkeyPatch) -> list[Reach]:
+        seen: list[Reach] = []
+        monkeypatch.setattr(SecondClassShare, "learn", lambda share, reach: seen.append(reach))
+        monkeypatch.setattr(SecondClassShare, "remembers", True)
+        return seen
+
+    def test_a_request_that_waits_for_this_step_learns_from_what_it_then_finds(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = Engine.build(Layout(attention_block=PAGE, mamba_block=PAGE, budget=512))
+        seen = self.learnt(monkeypatch)
+        engine.add("a", words(256))
+        engine.add("b", words(256))
+        steps = []
+        while engine.scheduler.requests:
+            steps.append([new.req_id for new in engine.step().scheduled_new_reqs])
+        assert steps == [["a"], ["b"]]
+        assert [reach.hit for reach in seen] == [0, 240]
+
+    @pytest.mark.parametrize("lost, reach", [("rung", (0, 0, 96)), ("tail", (0, 144, 0))])
+    def test_what_is_gone_and_would_have_been_hit(self, lost: str, reach: tuple[int, int, int]) -> None:
+        """At DCP 2, blocks of 32 tokens: the prompt's tail is a page, and no block ends there."""
+        engine = Engine.build(Layout(attention_block=PAGE, mamba_block=PAGE, dcp=2, budget=256))
+        manager = engine.scheduler.kv_cache_manager
+        tokens = cached_prompt(engine, 150)
+        states = [block for block in manager.block_pool.blocks if block.block_hash_num_tokens and is_state(block)]
+        assert 144 in [block.block_hash_num_tokens for block in states]
+        for block in states:
+            name = block.block_hash
+            if lost == "tail" and block.block_hash_num_tokens == 144:
+                manager.share.note_first_class_eviction(name, held=0)
+            if lost == "rung" and block.block_hash_num_tokens == 96:
+                manager.share.note_lost_state(get_block_hash(name))
+        manager.block_pool.evict_blocks({block.block_id for block in states})
+        request = engine.add("again", tokens)
+        assert manager._reach(request, 0) == reach
+
+    def test_an_emptied_cache_is_no_lesson(self) -> None:
+        engine = Engine.build(Layout(attention_block=PAGE, mamba_block=PAGE, budget=256, num_pages=40))
+        for first in range(0, 3000, 1000):
+            engine.add(f"{first}", words(300, first))
+            while engine.scheduler.requests:
+                engine.step()
+        share = engine.scheduler.kv_cache_manager.share
+        assert share.remembers
+        assert engine.scheduler.reset_prefix_cache()
+        assert not share.remembers
+
+
+def is_state(block: Any) -> bool:
+    return get_group_id(block.block_hash) == 1

@@ -152,8 +152,10 @@ class TestSpans:
         assert spans == [(0, 8192, (4096, 6144, 7168, 7680))]
         assert states.retained(engine, request) == [4096, 6144, 7168, 7680, 8192]
 
-    @pytest.mark.parametrize("attention, mamba", [(256, 512), (512, 1024), (128, 512), (512, 256)])
-    @pytest.mark.parametrize("dcp", [1, 2])
+    @pytest.mark.parametrize(
+        "dcp, attention, mamba",
+        [(dcp, *sizes) for dcp in (1, 2) for sizes in ((256, 512), (512, 1024), (128, 512))] + [(2, 512, 256)],
+    )
     def test_pages_of_different_sizes(self, attention: int, mamba: int, dcp: int, states: Any) -> None:
         engine = build(dcp, 3, attention_block=attention, mamba_block=mamba)
         request, spans = prefill(engine, "a", words(8192))

@@ -6,6 +6,7 @@ was never computed. docs/upstream.md tells both in plain words.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -127,3 +128,31 @@ class TestPageInsideHit:
         worker = states.ShadowWorker(Engine.build(self.layout, "stock"))
         with pytest.raises(states.Fault, match="is cached as the state after 1024 tokens; it is not"):
             self.run(worker)
+
+
+class TestWideAttentionPages:
+    """Attention pages wider than recurrent ones, which no model of vLLM 0.33.0 asks for."""
+
+    layout = Layout(attention_block=32, mamba_block=16, mtp=3, budget=256, num_pages=60, max_model_len=1024)
+
+    @pytest.mark.parametrize(
+        "changed, prompt, named",
+        [({"block_drop": True}, 112, 96), ({"retention_interval": None}, 60, 48)],
+        ids=["block drop", "dense retention"],
+    )
+    def test_stock_names_the_prompts_checkpoint_twice(
+        self, changed: dict[str, Any], prompt: int, named: int, states: Any
+    ) -> None:
+        worker = states.ShadowWorker(Engine.build(replace(self.layout, **changed), "stock", asynchronous=True))
+        worker.add("a", words(prompt), max_tokens=20)
+        with pytest.raises(states.Fault, match=f"is cached as the state after {named} tokens; it is not"):
+            self.decode_before_the_prefill_is_answered(worker)
+
+    def decode_before_the_prefill_is_answered(self, worker: Any) -> None:
+        for answer in (worker.step(), worker.step()):
+            worker.deliver(answer)
+        worker.run()
+
+    def test_the_scheduler_refuses_them(self) -> None:
+        with pytest.raises(ValueError, match=r"recurrent pages of 16 tokens are smaller than the 32 .*set VLLM_GLM53"):
+            Engine.build(self.layout)

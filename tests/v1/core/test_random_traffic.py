@@ -28,7 +28,8 @@ SIZES = [(16, 16), (16, 16), (16, 32), (32, 16), (16, 64)]
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
     attention, mamba = draw(st.sampled_from(SIZES))
-    dcp = draw(st.sampled_from([1, 2, 4]))
+    # Attention pages wider than recurrent ones are refused on one rank.
+    dcp = draw(st.sampled_from([1, 2, 4] if attention <= mamba else [2, 4]))
     mtp = draw(st.sampled_from([0, 3]))
     scheduler_block = max(attention * dcp, mamba)
     return Layout(
@@ -105,18 +106,6 @@ def keep_unwritten_entries(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CoalescingKVCacheManager, "withdraw_unwritten", lambda manager, request: None)
 
 
-def publish_end_states_early(patch: pytest.MonkeyPatch) -> None:
-    """Before stock counts their page as cached, so that it publishes them again and asserts that nobody did."""
-
-    def retain(manager: CoalescingKVCacheManager, request: Any, state: Any) -> None:
-        for mamba in manager.mamba_managers:
-            block = mamba.req_to_blocks[request.request_id][state.position // mamba.block_size - 1]
-            if not block.is_null and block.block_hash is None:
-                manager._publish(request, mamba, block, state)
-
-    patch.setattr(CoalescingKVCacheManager, "retain_end_state", retain)
-
-
 def plan_one_chunk_off(patch: pytest.MonkeyPatch) -> None:
     """A position is published under the hash of another."""
     publish = CoalescingKVCacheManager._publish
@@ -133,10 +122,6 @@ PRIORITY = Layout(
     attention_block=16, mamba_block=16, budget=128, num_pages=32, max_seqs=8, max_model_len=1024,
     long_prefill_threshold=64, scheduling="priority", retention_interval=None,
 )  # fmt: skip
-NARROW = Layout(
-    attention_block=32, mamba_block=16, budget=128, num_pages=80, max_seqs=8, max_model_len=1024,
-    retention_interval=None,
-)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -144,7 +129,6 @@ NARROW = Layout(
     [
         (free_exports_at_once, SMALL),
         (keep_unwritten_entries, PRIORITY),
-        (publish_end_states_early, NARROW),
         (plan_one_chunk_off, SMALL),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

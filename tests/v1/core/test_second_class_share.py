@@ -12,7 +12,7 @@ POOL = 640
 
 @pytest.fixture
 def share() -> SecondClassShare:
-    return SecondClassShare(POOL, groups=6, page=512)
+    return SecondClassShare(POOL, groups=5, page=512)
 
 
 def name(number: int) -> BlockHash:
@@ -48,6 +48,22 @@ def test_it_stays_between_nothing_and_half_the_pool(share):
     for _ in range(100):
         share.learn(Reach(0, 0, 8192))
     assert share.pages == POOL // 2
+
+
+def test_it_holds_whole_states():
+    share = SecondClassShare(POOL, groups=6, page=512)
+    for pages in (6, 18, 30, 36):
+        share.learn(Reach(0, 0, 8192))
+        assert share.pages == pages
+
+
+def test_an_emptied_cache_has_lost_nothing_that_could_be_missed(share):
+    share.note_lost_state(name(1))
+    share.note_first_class_eviction(make_block_hash_with_group_id(name(2), 0), held=0)
+    share.learn(Reach(0, 0, 8192))
+    share.forget()
+    assert not share.remembers
+    assert share.pages == POOL // 64
 
 
 def test_ghosts_forget_the_oldest():

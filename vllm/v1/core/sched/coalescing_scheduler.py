@@ -14,6 +14,7 @@ from typing import Any
 
 import vllm.envs as envs
 from vllm.logger import init_logger
+from vllm.plugins.kda_prefill_coalescing import GATE, SPLIT_TARGET
 from vllm.v1.core.coalescing_kv_cache_manager import CoalescingKVCacheManager, Pages, StepPrefill
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.core.prefill_plan_stats import Fallback, PrefillPlanStats
@@ -46,6 +47,14 @@ class CoalescingSchedulerMixin(Scheduler):
         self._fallbacks: dict[str, Fallback] = {}
         self._shared_states: dict[BlockHash, int] = {}
         grid = self.retention.grid
+        if grid.hit_alignment > grid.page:
+            # Stock then exports a prompt's last state into a page that a later boundary belongs to, and with
+            # asynchronous scheduling publishes it a second time, as that boundary's (docs/upstream.md).
+            raise ValueError(
+                f"recurrent pages of {grid.page} tokens are smaller than the {grid.hit_alignment} tokens that "
+                f"prefix-cache hits are aligned to: set {SPLIT_TARGET} to {grid.page} or a divisor of it, or serve "
+                f"with {GATE}=0"
+            )
         # Stock ends chunks on multiples of this configuration's block size, its smallest page, and takes it for
         # the Mamba page. Where that is wider, chunks would end inside it and be published as its end.
         self.cache_config = copy.copy(self.cache_config)
@@ -86,6 +95,8 @@ class CoalescingSchedulerMixin(Scheduler):
         is_admission = request.num_computed_tokens == 0
         if is_admission and self._waits_for_this_step(request, start, num_new_local_computed_tokens):
             return 0
+        if is_admission:
+            self.kv_cache_manager.learn_from(request, start)
         self._prefills[request.request_id] = StepPrefill(start, is_admission)
         stock_tokens = super()._mamba_block_aligned_split(
             request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
