@@ -9,11 +9,12 @@ changes a block table, and never decides whether a request runs.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     BlockHashWithGroupId,
@@ -141,10 +142,9 @@ class CoalescingKVCacheManager(KVCacheManager):
         for state in wanted:
             if self._is_cached(request, state.position):
                 continue
-            blocks = self._take_pages(state)
             name = self.block_pool._get_partial_block_hash(request, state.position)
+            blocks = self._take_pages(state, name)
             if blocks is None:
-                self.share.note_lost_state(name)
                 continue
             self.share.note_kept_state(name)
             for manager, block in zip(self.mamba_managers, blocks, strict=True):
@@ -179,12 +179,11 @@ class CoalescingKVCacheManager(KVCacheManager):
         """Publish the running state that a request's query leaves at its end, if its page holds just that.
 
         Stock does so under dense retention, and under sparse retention for few boundaries only. A state inside a
-        page is overwritten there by the next query, and stock itself still publishes a page that is not counted
-        as cached yet.
+        page is overwritten there by the next query.
         """
         for manager in self.mamba_managers:
             pages, rest = divmod(state.position, manager.block_size)
-            if rest or manager.num_cached_block.get(request.request_id, 0) < pages:
+            if rest:
                 continue
             block = manager.req_to_blocks[request.request_id][pages - 1]
             if not block.is_null and block.block_hash is None:
@@ -195,13 +194,14 @@ class CoalescingKVCacheManager(KVCacheManager):
         groups = [m.kv_cache_group_id for m in self.mamba_managers]
         return self.block_pool.get_cached_block(block_hash, groups) is not None
 
-    def _take_pages(self, state: WantedState) -> list[KVCacheBlock] | None:
+    def _take_pages(self, state: WantedState, name: BlockHash) -> list[KVCacheBlock] | None:
         count = len(self.mamba_managers)
         if count > self.block_pool.get_num_free_blocks():
             return None
         if state.first_class:
             return self.block_pool.get_new_blocks(count)
         if not self.free_queue.admits(count):
+            self.share.note_lost_state(name)
             return None
         with self.free_queue.for_second_class(count):
             return self.block_pool.get_new_blocks(count)
@@ -219,20 +219,24 @@ class CoalescingKVCacheManager(KVCacheManager):
 
     # What second-class states are worth.
 
-    def get_computed_blocks(
-        self, request: Request, max_cache_hit_length: int | None = None
-    ) -> tuple[KVCacheBlocks, int, int]:
-        found = super().get_computed_blocks(request, max_cache_hit_length)
+    def learn_from(self, request: Request, num_hit_tokens: int) -> None:
+        """Let the share learn from what a request finds in the cache, once, before it is given pages of its own."""
         if (
-            self.share.remembers
-            and request.request_id not in self._learnt
-            and self.prefix_cache_lookup_enabled(request)
+            not self.share.remembers
+            or request.request_id in self._learnt
+            or not self.prefix_cache_lookup_enabled(request)
         ):
-            # A request that waits is looked up again and again.
-            self._learnt.add(request.request_id)
-            self.share.learn(self._reach(request, found[1]))
-            self.free_queue.share = self.share.pages
-        return found
+            return
+        # A request that finds no room, or is preempted, is admitted again.
+        self._learnt.add(request.request_id)
+        self.share.learn(self._reach(request, num_hit_tokens))
+        self.free_queue.share = self.share.pages
+
+    def reset_prefix_cache(self) -> bool:
+        done = super().reset_prefix_cache()
+        if done:
+            self.share.forget()
+        return done
 
     def _note_evictions(self, tier: Tier, blocks: list[KVCacheBlock]) -> None:
         if tier == Tier.FIRST_CLASS:
@@ -247,9 +251,14 @@ class CoalescingKVCacheManager(KVCacheManager):
         """How far a request's prompt could have been reused, had the last entries to go been kept."""
         page, length = self.grid.page, request.num_prompt_tokens
         first_class = all_states = hit
-        attention = self._attention_reach(request, hit, self.grid.last_boundary(length, page))
-        for position in range(hit // page * page + page, attention.remembered + 1, page):
-            if not self.grid.is_reachable(position, length):
+        tail = self.grid.tail(length)
+        attention = self._attention_reach(request, hit, tail)
+        # Only the tail can be between two pages.
+        positions = itertools.chain(range(hit // page * page + page, tail, page), (tail,))
+        for position in positions:
+            if position > attention.remembered:
+                break
+            if position <= hit or not self.grid.is_reachable(position, length):
                 continue
             name = self.block_pool._get_partial_block_hash(request, position)
             if self._is_cached_state(name):

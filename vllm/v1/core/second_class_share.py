@@ -50,6 +50,9 @@ class Ghosts:
     def discard(self, name: bytes) -> None:
         self._names.pop(name, None)
 
+    def clear(self) -> None:
+        self._names.clear()
+
 
 class Reach(NamedTuple):
     """How far a request's prompt could have been reused.
@@ -82,6 +85,7 @@ class SecondClassShare:
         """
         self.pages = 0
         self._exact = 0.0
+        self._groups = groups
         self._num_blocks = num_blocks
         self._span = SPAN_PAGES * page
         remembered = max(num_blocks // MEMORY, 1)
@@ -101,7 +105,7 @@ class SecondClassShare:
         self._first_class.add(name, held)
 
     def note_lost_state(self, name: BlockHash) -> None:
-        """A second-class state was dropped, or found no page."""
+        """A second-class state was dropped, or given no page because first-class entries hold them."""
         self._second_class.add(name)
 
     def note_kept_state(self, name: BlockHash) -> None:
@@ -122,7 +126,13 @@ class SecondClassShare:
         saved, cost = reach.all_states - reach.hit, reach.first_class - reach.hit
         step = self._num_blocks * (saved - cost) / (STEPS * self._span)
         self._exact = min(max(self._exact + step, 0.0), self._num_blocks / 2)
-        self.pages = int(self._exact)
+        # Whole states: a state that lacks one of its pages is none.
+        self.pages = int(self._exact) // self._groups * self._groups
+
+    def forget(self) -> None:
+        """The cache has been emptied: what went before is nobody's loss any more. The share itself stays."""
+        self._first_class.clear()
+        self._second_class.clear()
 
 
 def entries(blocks: list[KVCacheBlock]) -> Iterator[BlockHashWithGroupId]:
