@@ -27,8 +27,8 @@ trap keep_logs EXIT
 case $part in
 all)
     seconds=${3:-500}
-    arguments=(--arms "stock,ladder,equal,equal-ends,replay" --suites "cold,branches,decode,conversations,growth"
-        --only cold=stock,ladder,equal,equal-ends --only branches=stock,ladder,replay --only decode=stock,ladder
+    arguments=(--arms "stock,ladder,equal,equal-ends,replay" --suites "cold,branches,branches-room,decode,conversations,growth"
+        --only cold=stock,ladder,equal,equal-ends --only branches=stock,ladder,replay --only branches-room=stock,ladder --only decode=stock,ladder
         --only conversations=stock,ladder,replay --only growth=stock,ladder
         --samples 30 --turns 60 --traces 2 --growth-sizes "2048,4096,8192,16384,32768,65536")
     memory=$((4 << 30))

@@ -46,7 +46,7 @@ def records(folder: Path) -> list[dict]:
 
 
 def test_every_suite_over_three_arms(tmp_path):
-    suites = "cold,branches,decode,conversations,growth"
+    suites = "cold,branches,branches-room,decode,conversations,growth"
     small = ("--growth-sizes", "2048", "--contexts", "8192", "--output-tokens", "64", "--only", "decode=stock,ladder")
     done = ab(tmp_path, *small, "--", "--max-num-seqs", "8", suites=suites)
     assert done.returncode == 0, done.stderr
@@ -61,11 +61,12 @@ def test_every_suite_over_three_arms(tmp_path):
     cold = [sample for sample in samples if sample["suite"] == "cold"]
     assert len(cold) == 2 * 2 * 3
     assert {sample["cached"] for sample in cold} == {0}
-    assert {(s["arm"], s["point"], s["cached"]) for s in samples if s["suite"] == "branches"} >= {
-        ("stock", 7400, 0),
-        ("ladder", 7400, 7168),
-        ("equal", 5000, 4096),
-    }
+    for suite in ("branches", "branches-room"):
+        assert {(s["arm"], s["point"], s["cached"]) for s in samples if s["suite"] == suite} >= {
+            ("stock", 7400, 0),
+            ("ladder", 7400, 7168),
+            ("equal", 5000, 4096),
+        }
     assert {sample["arm"] for sample in samples if sample["suite"] == "decode"} == {"stock", "ladder"}
     assert {record["when"] for record in found if record["kind"] == "activation"} == {"before", "after"}
     probes = [record["name"] for record in found if record["kind"] == "probe" and record["arm"] == "ladder"]

@@ -31,7 +31,8 @@ def write_run(path: Path) -> Path:
                 recorder.add("sample", suite="growth", arm=arm, round=number, size=2048, **timing | {"prompt": 2048})
             for arm, ttft, cached in (("stock", 0.136, 0), ("ladder", 0.034, 7168)):
                 timing = {"prompt": 8192, "cached": cached, "ttft": ttft * noise}
-                recorder.add("sample", suite="branches", arm=arm, round=number, point=7400, **timing)
+                for suite in ("branches", "branches-room"):
+                    recorder.add("sample", suite=suite, arm=arm, round=number, point=7400, **timing)
             for arm, steps in (("stock", 200.0), ("ladder", 190.0)):
                 rates = {"tokens_per_second": steps * 1.5, "steps_per_second": steps, "acceptance_length": 1.5}
                 recorder.add("sample", suite="decode", arm=arm, round=number, context=8192, requests=1, **rates)
@@ -57,7 +58,9 @@ def test_verdicts_follow_the_interval(tmp_path):
     verdicts = {row[0]: row[3] for row in section.rows}
     assert verdicts["cold 8,192 tokens, equal over ladder"] == "met"
     assert verdicts["cold 8,192 tokens, stock over ladder"] == "met"
-    assert verdicts["branch that leaves 8,192 tokens at 7,400, stock over ladder"].startswith("met")
+    assert verdicts["branch that leaves 8,192 tokens at 7,400, in a cache with room, stock over ladder"].startswith(
+        "met"
+    )
     assert verdicts["decode steps/s, C1 at 8,192, ladder over stock"] == "missed"
     assert verdicts["conversations, cached tokens with ample memory, ladder over stock"] == "met"
     assert verdicts["conversations, cached tokens with 9 blocks, ladder over stock"] == "missed"
@@ -66,7 +69,7 @@ def test_verdicts_follow_the_interval(tmp_path):
 def test_the_page_needs_nothing_beside_it(tmp_path):
     write_run(tmp_path / "a.jsonl")
     written = {path.name for path in render(tmp_path, tmp_path / "out")}
-    plots = {f"a-{name}.png" for name in ("cold", "branches", "conversations", "decode", "growth")}
+    plots = {f"a-{name}.png" for name in ("cold", "branches", "branches-room", "conversations", "decode", "growth")}
     assert written == plots | {"report.html", "report.md"}
     page = (tmp_path / "out" / "report.html").read_text()
     assert not re.findall(r'(?:src|href)="(?!data:)', page)

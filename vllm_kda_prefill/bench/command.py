@@ -172,7 +172,9 @@ def ab(
     arms: Annotated[
         str, typer.Option(help="Of stock, ladder, replay, equal, equal-ends; NAME@BLOCKS for a cache of that size.")
     ] = "stock,ladder,equal",
-    suites: Annotated[str, typer.Option(help="Of cold, branches, decode, conversations, growth.")] = "cold,branches",
+    suites: Annotated[
+        str, typer.Option(help="Of cold, branches, branches-room, decode, conversations, growth.")
+    ] = "cold,branches",
     page: Annotated[int, typer.Option(help="Tokens of a page in every arm; 0 leaves stock's.", min=0)] = 512,
     sizes: Sizes = DEFAULT_SIZES,
     growth_sizes: Annotated[str, typer.Option(help="Prompt tokens of suite growth.")] = (

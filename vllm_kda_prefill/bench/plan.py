@@ -13,7 +13,7 @@ from vllm_kda_prefill.bench.records import Recorder
 from vllm_kda_prefill.bench.suites import branches, cold, conversations, decode
 from vllm_kda_prefill.bench.workloads import Conversations
 
-SHARES = {"cold": 3.0, "branches": 2.0, "decode": 3.0, "conversations": 4.0, "growth": 1.5}
+SHARES = {"cold": 3.0, "branches": 2.0, "branches-room": 1.0, "decode": 3.0, "conversations": 4.0, "growth": 1.5}
 """Suites in the order they run, and the part of the time each gets of what is left."""
 
 
@@ -95,8 +95,8 @@ async def _run_suite(suite: str, plan: Plan, lanes: Sequence[Lane], recorder: Re
         return
     if suite == "cold":
         await cold.run(lanes, plan.sizes, plan.samples, plan.seed, recorder, budget)
-    elif suite == "branches":
-        await branches.run(lanes, plan.points, plan.samples, plan.seed, recorder, budget)
+    elif suite in ("branches", branches.ROOM):
+        await branches.run(lanes, plan.points, plan.samples, plan.seed, recorder, budget, suite)
     elif suite == "conversations":
         await conversations.run(lanes, plan.workload, plan.traces, recorder, budget)
     elif suite == "decode":

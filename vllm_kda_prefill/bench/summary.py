@@ -107,9 +107,13 @@ def cold(samples: Samples, suite: str = "cold") -> Section | None:
     return Section(title, header, rows, note)
 
 
-def branches(samples: Samples) -> Section | None:
+BRANCHES = {"branches": "in the cache as it was", "branches-room": "in a cache with room"}
+"""Suites of follow-ups, and what their cache was like."""
+
+
+def branches(samples: Samples, suite: str) -> Section | None:
     """Follow-ups that leave an 8K prompt."""
-    groups = samples.groups("branches", "point")
+    groups = samples.groups(suite, "point")
     rows = []
     for point in sorted({shape for shapes in groups.values() for shape in shapes}, reverse=True):
         for arm, shapes in groups.items():
@@ -121,7 +125,7 @@ def branches(samples: Samples) -> Section | None:
                     (f"{point[0]:,}", arm, str(ttft.count), " / ".join(cached), milliseconds(ttft), text_of(ratio))
                 )
     header = ("leaves at", "arm", "n", "cached tokens", "TTFT ms", "times sooner than stock")
-    return Section("Branches off an 8,192-token prompt", header, rows) if rows else None
+    return Section(f"Branches off an 8,192-token prompt, {BRANCHES[suite]}", header, rows) if rows else None
 
 
 def decode(samples: Samples) -> Section | None:
@@ -192,7 +196,7 @@ def sections(records: Sequence[Record]) -> list[Section]:
     samples = Samples(records)
     found = [
         cold(samples),
-        branches(samples),
+        *(branches(samples, suite) for suite in BRANCHES),
         decode(samples),
         conversations(samples),
         cold(samples, "growth"),

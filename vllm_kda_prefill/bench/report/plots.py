@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,7 @@ def draw(records: Sequence[Record], name: str, folder: Path) -> list[Path]:
     """Draw what the run's samples give into `folder`, as `NAME-PLOT.png`."""
     samples = Samples(records)
     plots: dict[str, Callable[[Samples, Any], bool]] = {
-        "cold": _cold,
-        "branches": _branches,
-        "conversations": _conversations,
-        "decode": _decode,
+        **COMPARISONS,
         "growth": _growth,
         "states": _states,
         "reuse": _reuse,
@@ -87,53 +85,65 @@ def _shapes(groups: dict[str, dict[tuple, list[Record]]]) -> list[tuple]:
     return sorted({shape for found in groups.values() for shape in found})
 
 
-def _cold(samples: Samples, axis: Any) -> bool:
-    groups = samples.groups("cold", "size")
-    if not groups:
-        return False
-    shapes = _shapes(groups)
-    _bars(axis, groups, shapes, "ttft", 1e3)
-    axis.set_xticks(range(len(shapes)), [f"{size:,} tokens" for (size,) in shapes])
-    axis.set_ylabel("time to first token, ms")
-    axis.set_title("Cold prompts: median, quartiles", fontsize=11, color=INK)
-    return True
+@dataclass(frozen=True)
+class Comparison:
+    """A plot with a bar for each arm and shape of a suite.
+
+    Attributes:
+        suite: Whose samples.
+        shape: Fields of a sample that tell its bars apart.
+        label: What a shape is called below its bars, given its fields.
+        title: What was measured.
+        value: The field of a sample that is drawn.
+        scale: What it is multiplied by.
+        unit: What the axis then shows.
+    """
+
+    suite: str
+    shape: tuple[str, ...]
+    label: Callable[..., str]
+    title: str
+    value: str = "ttft"
+    scale: float = 1e3
+    unit: str = "time to first token, ms"
+
+    def __call__(self, samples: Samples, axis: Any) -> bool:
+        groups = samples.groups(self.suite, *self.shape)
+        shapes = _shapes(groups)
+        if shapes:
+            _bars(axis, groups, shapes, self.value, self.scale)
+            axis.set_xticks(range(len(shapes)), [self.label(*shape) for shape in shapes])
+            axis.set_ylabel(self.unit)
+            axis.set_title(f"{self.title}: median, quartiles", fontsize=11, color=INK)
+        return bool(shapes)
 
 
-def _branches(samples: Samples, axis: Any) -> bool:
-    groups = samples.groups("branches", "point")
-    if not groups:
-        return False
-    shapes = _shapes(groups)[::-1]
-    _bars(axis, groups, shapes, "ttft", 1e3)
-    axis.set_xticks(range(len(shapes)), [f"leaves at {point:,}" for (point,) in shapes])
-    axis.set_ylabel("time to first token, ms")
-    axis.set_title("Follow-ups that leave a cached 8,192-token prompt: median, quartiles", fontsize=11, color=INK)
-    return True
+TURNS = {"branch": "renders it again", "extend": "extends the history", "first": "first turn"}
 
 
-def _conversations(samples: Samples, axis: Any) -> bool:
-    groups = samples.groups("conversations", "what")
-    if not groups:
-        return False
-    kinds = [(kind,) for kind in ("first", "extend", "branch") if any((kind,) in found for found in groups.values())]
-    _bars(axis, groups, kinds, "ttft", 1e3)
-    names = {"first": "first turn", "extend": "extends the history", "branch": "renders it again"}
-    axis.set_xticks(range(len(kinds)), [names[kind] for (kind,) in kinds])
-    axis.set_ylabel("time to first token, ms")
-    axis.set_title("Turns of conversations: median, quartiles", fontsize=11, color=INK)
-    return True
+def _leaves(point: int) -> str:
+    return f"leaves at {point:,}"
 
 
-def _decode(samples: Samples, axis: Any) -> bool:
-    groups = samples.groups("decode", "requests", "context")
-    if not groups:
-        return False
-    shapes = _shapes(groups)
-    _bars(axis, groups, shapes, "steps_per_second", 1.0)
-    axis.set_xticks(range(len(shapes)), [f"C{requests}, {context:,}" for requests, context in shapes])
-    axis.set_ylabel("decode steps a second")
-    axis.set_title("Decode: median, quartiles", fontsize=11, color=INK)
-    return True
+COMPARISONS = {
+    "cold": Comparison("cold", ("size",), lambda size: f"{size:,} tokens", "Cold prompts"),
+    "branches": Comparison(
+        "branches", ("point",), _leaves, "Follow-ups that leave an 8,192-token prompt, in the cache as it was"
+    ),
+    "branches-room": Comparison(
+        "branches-room", ("point",), _leaves, "Follow-ups that leave an 8,192-token prompt, in a cache with room"
+    ),
+    "conversations": Comparison("conversations", ("what",), TURNS.__getitem__, "Turns of conversations"),
+    "decode": Comparison(
+        "decode",
+        ("requests", "context"),
+        lambda requests, context: f"C{requests}, {context:,}",
+        "Decode",
+        value="steps_per_second",
+        scale=1.0,
+        unit="decode steps a second",
+    ),
+}
 
 
 def _growth(samples: Samples, axis: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Follow-ups that leave a cached prompt at chosen points."""
+"""Follow-ups that leave a cached prompt at chosen points, in a full cache or in one with room."""
 
 from __future__ import annotations
 
@@ -12,25 +12,36 @@ from vllm_kda_prefill.bench.workloads import branch, prompt
 SIZE = 8192
 POINTS = (7900, 7400, 6500, 5000)
 WARM_UPS = 3
+ROOM = "branches-room"
 
 
 async def run(
-    lanes: Sequence[Lane], points: Sequence[int], samples: int, seed: int, recorder: Recorder, budget: Budget
+    lanes: Sequence[Lane],
+    points: Sequence[int],
+    samples: int,
+    seed: int,
+    recorder: Recorder,
+    budget: Budget,
+    suite: str = "branches",
 ) -> None:
     """Each round: a cold prompt, then branches off it from the latest point to the earliest.
 
     In this order no branch can use a state that an earlier one left behind. Three more rounds go first, unrecorded.
+    Suite `branches` goes on in the cache as it is, full if anything was measured before; `branches-room` empties it
+    before each round.
     """
     for number in budget.rounds(WARM_UPS + samples):
         for lane in in_turns(lanes, number):
-            base = prompt(SIZE, "branches", seed, lane.name, number)
+            base = prompt(SIZE, suite, seed, lane.name, number)
+            if suite == ROOM:
+                await lane.client.reset_prefix_cache()
             await lane.cold(base)
             for point in sorted(points, reverse=True):
                 answer = await lane.client.complete(branch(base, point, seed, lane.name, number))
                 if number >= WARM_UPS:
                     recorder.add(
                         "sample",
-                        suite="branches",
+                        suite=suite,
                         arm=lane.name,
                         round=number - WARM_UPS,
                         point=point,
