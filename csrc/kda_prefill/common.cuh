@@ -59,7 +59,7 @@ struct Params {
 
 // A chunk never crosses a checkpoint: the state there must exist on its own.
 struct Cuts {
-  int at[kMaxCheckpoints + 1];   // ascending; unused entries equal the row's length
+  int at[kMaxCheckpoints + 1];   // ascending; unused entries equal the row's length, and so does the last
 
   __device__ __forceinline__ Cuts(const int32_t* offsets, int row, int length) {
 #pragma unroll
@@ -69,21 +69,36 @@ struct Cuts {
     const int given[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) at[i] = given[i] > 0 && given[i] < length ? given[i] : length;
+    order(at[0], at[1]);
+    order(at[2], at[3]);
+    order(at[0], at[2]);
+    order(at[1], at[3]);
+    order(at[1], at[2]);
+  }
+
+  static __device__ __forceinline__ void order(int& a, int& b) {
+    const int low = min(a, b);
+    b = max(a, b);
+    a = low;
+  }
+
+  // The cuts that a lane of this warp holds.
+  __device__ __forceinline__ Cuts of_lane(int lane) const {
+    Cuts cuts = *this;
 #pragma unroll
-    for (int pass = 0; pass < 3; ++pass)
-#pragma unroll
-      for (int i = 0; i < 3; ++i) {
-        const int low = min(at[i], at[i + 1]), high = max(at[i], at[i + 1]);
-        at[i] = low;
-        at[i + 1] = high;
-      }
+    for (int i = 0; i <= kMaxCheckpoints; ++i) cuts.at[i] = __shfl_sync(0xffffffffu, at[i], lane);
+    return cuts;
+  }
+
+  static __device__ __forceinline__ int chunks_between(int begin, int end) {
+    return static_cast<int>(static_cast<unsigned>(end - begin + kChunk - 1) / kChunk);
   }
 
   __device__ __forceinline__ int chunks() const {
     int count = 0, begin = 0;
 #pragma unroll
     for (int i = 0; i <= kMaxCheckpoints; ++i) {
-      count += (at[i] - begin + kChunk - 1) / kChunk;
+      count += chunks_between(begin, at[i]);
       begin = at[i];
     }
     return count;
@@ -98,24 +113,17 @@ struct Cuts {
     return end;
   }
 
-  __device__ __forceinline__ bool contains(int position) const {
-    bool found = false;
-#pragma unroll
-    for (int i = 0; i < kMaxCheckpoints; ++i) found |= at[i] == position;
-    return found;
-  }
-
-  // Start of the row's chunk number `index`.
+  // Start of the row's chunk number `index`, its length where there are fewer.
   __device__ __forceinline__ int chunk_begin(int index) const {
-    int begin = 0, left = index;
+    int found = at[kMaxCheckpoints], begin = 0, left = index;
 #pragma unroll
     for (int i = 0; i <= kMaxCheckpoints; ++i) {
-      const int count = (at[i] - begin + kChunk - 1) / kChunk;
-      if (left < count) return begin + left * kChunk;
+      const int count = chunks_between(begin, at[i]);
+      if (left >= 0 && left < count) found = begin + left * kChunk;
       left -= count;
       begin = at[i];
     }
-    return begin;
+    return found;
   }
 };
 
@@ -177,9 +185,40 @@ __device__ __forceinline__ float reciprocal(float x) {
 // 1 / (1 + 2^-x)
 __device__ __forceinline__ float sigmoid_base2(float x) { return reciprocal(1.0f + exp2_fast(-x)); }
 
+// A factor as a sum of two bf16, for each of two packed values: a product with both halves rounds once.
+__device__ __forceinline__ uint2 split_factors(float low, float high) {
+  const uint32_t head = pack(low, high);
+  return make_uint2(head, pack(low - low_half(head), high - high_half(head)));
+}
+
+__device__ __forceinline__ uint32_t scale_pair(uint32_t pair, uint2 factor) {
+  uint32_t rest, out;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(rest) : "r"(pair), "r"(factor.y));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(pair), "r"(factor.x), "r"(rest));
+  return out;
+}
+
 __device__ __forceinline__ void copy_async(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global)
                : "memory");
+}
+
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
+// Lets the next kernel take its place beside the last blocks of this one; it waits for their end itself.
+__device__ __forceinline__ void launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Until all blocks of the kernel before this one have ended and their writes are visible.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 }  // namespace kda

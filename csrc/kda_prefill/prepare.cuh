@@ -5,8 +5,11 @@
 // S (value x key) as
 //     U = (I + L)^-1 diag(beta) (V - K~ S^T),   O = Q~ S^T + A U,   S' = S diag(decay) + U^T K^
 // (the WY form of the delta rule, "Parallelizing Linear Transformers with the Delta Rule over Sequence
-// Length", with a decay per key channel as in Kimi Delta Attention). Written out here: -(I + L)^-1 diag(beta)
-// K~, (I + L)^-1 diag(beta) V, Q~, K^, A and the decay.
+// Length", with a decay per key channel as in Kimi Delta Attention). Written out here: -M K~ and M V with
+// M = (I + L)^-1 diag(beta), Q~, K^, A and the decay.
+//
+// M in blocks of 16 tokens, with G the products without beta:
+//     M_ii = (I + L_ii)^-1 diag(beta_i) by substitution,   M_ij = -M_ii sum_{j <= k < i} G_ik M_kj.
 //
 // Decays never overflow: between gate blocks only products that shrink are formed, and inside a block of 16
 // tokens the largest growth is exp(80).
@@ -20,7 +23,7 @@ constexpr int kPitch = kHeadDim + 8;   // bf16; rows shift by one 16-byte bank g
 constexpr int kTilePitch = kBlock + 8;
 constexpr int kDiagonalPitch = kBlock + 4;
 constexpr int kPrepareThreads = 256;
-constexpr int kChains = 2;   // sums over even and odd steps: half the length of the dependent chain
+constexpr int kPairs = kBlocks * (kBlocks - 1) / 2;   // of gate blocks, an earlier and a later one
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ < 1000
 constexpr int kPrepareBlocks = 3;   // on one multiprocessor
 #else
@@ -29,7 +32,7 @@ constexpr int kPrepareBlocks = 1;   // SM12x has 100 KB of shared memory a multi
 
 using Tile = __nv_bfloat16[kBlock][kTilePitch];
 
-// First L_ii of a gate block, then (I + L_ii)^-1 as a sum of two bf16.
+// First -L_ii of a gate block, transposed, then M_ii as a sum of two bf16.
 union Diagonal {
   float lower[kBlock][kDiagonalPitch];
   struct {
@@ -39,13 +42,18 @@ union Diagonal {
 
 struct PrepareShared {
   __nv_bfloat16 q[kChunk][kPitch];   // queries, then decayed queries, then values
-  __nv_bfloat16 k[kChunk][kPitch];   // keys, then keys decayed from their block's start
-  __nv_bfloat16 g[kChunk][kPitch];   // gate logits, then keys decayed to their block's end
-  Tile lower[kBlocks * (kBlocks - 1) / 2];   // -L, blocks below the diagonal
+  __nv_bfloat16 k[kChunk][kPitch];   // keys, then keys decayed from their block's start, negative
+  union {
+    __nv_bfloat16 g[kChunk][kPitch];   // gate logits, then keys decayed to their block's end
+    Tile mixed[kPairs];                // M below the diagonal, transposed
+  };
+  Tile lower[kPairs];   // -G below the diagonal
   Diagonal diagonal[kBlocks];
   float decay[kBlocks][kHeadDim];   // over one gate block
-  float inverse_decay[kBlocks][kHeadDim];
-  float decay_before[kBlocks][kHeadDim];   // from the chunk's start to the block's start
+  // Factors of keys by pairs of channels: undo the decay of block 0 to 3, and decay over block 1, over block 2
+  // and over both.
+  uint2 factor[kBlocks + 3][kHeadDim / 2];
+  uint2 decay_before[kBlocks][kHeadDim];   // from the chunk's start to the block's start
   float2 norm[kChunk];   // factors of queries and keys
   float beta[kChunk];
   int2 place;   // first token and length of the chunk
@@ -58,411 +66,438 @@ struct Chunk {
   int length;   // 0: there is no such chunk
 };
 
-// Row and tokens of chunk `index` of the packed batch; every warp finds them for itself.
+// Row and tokens of chunk `index` of the packed batch, found by one warp.
 __device__ __forceinline__ Chunk locate(const Params& p, int index) {
+  if (p.rows == 1) {
+    const int length = row_length(p, 0);
+    const Cuts cuts(p.checkpoint_offsets, 0, length);
+    const int begin = cuts.chunk_begin(index);
+    return Chunk{p.cu_seqlens[0] + begin, begin < length ? cuts.chunk_end(begin) - begin : 0};
+  }
   const int lane = threadIdx.x & 31;
   int base = 0;
   for (int first = 0; first < p.rows; first += 32) {
     const int row = first + lane;
-    int count = 0, length = 0;
-    if (row < p.rows) {
-      length = row_length(p, row);
-      count = Cuts(p.checkpoint_offsets, row, length).chunks();
-    }
+    const int token = p.cu_seqlens[min(row, p.rows)], next_token = p.cu_seqlens[min(row + 1, p.rows)];
+    const Cuts cuts(row < p.rows ? p.checkpoint_offsets : nullptr, row, next_token - token);
+    const int count = cuts.chunks();
     int sum = count;
-    if (p.rows > 1) {
 #pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(0xffffffffu, sum, step);
-        if (lane >= step) sum += other;
-      }
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, sum, step);
+      if (lane >= step) sum += other;
     }
-    const int mine = base + sum - count;
-    const unsigned found = __ballot_sync(0xffffffffu, index >= mine && index < mine + count);
+    const int mine = index - base - sum + count;
+    const unsigned found = __ballot_sync(0xffffffffu, mine >= 0 && mine < count);
     if (found) {
       const int owner = __ffs(found) - 1;
-      const int owner_base = __shfl_sync(0xffffffffu, mine, owner);
-      const int owner_length = __shfl_sync(0xffffffffu, length, owner);
-      const Cuts cuts(p.checkpoint_offsets, first + owner, owner_length);
-      const int begin = cuts.chunk_begin(index - owner_base);
-      return Chunk{p.cu_seqlens[first + owner] + begin, cuts.chunk_end(begin) - begin};
+      const Cuts theirs = cuts.of_lane(owner);
+      const int begin = theirs.chunk_begin(__shfl_sync(0xffffffffu, mine, owner));
+      return Chunk{__shfl_sync(0xffffffffu, token, owner) + begin, theirs.chunk_end(begin) - begin};
     }
     base += __shfl_sync(0xffffffffu, sum, 31);
   }
   return Chunk{0, 0};
 }
 
-__device__ __forceinline__ void load_tile(__nv_bfloat16 (*tile)[kPitch], const __nv_bfloat16* source,
-                                          int64_t stride, int length) {
+// A tile of a chunk; rows past the chunk's end are cleared.
+template <bool kWhole>
+__device__ __forceinline__ void load_tile(__nv_bfloat16 (*tile)[kPitch], const __nv_bfloat16* source, int64_t stride,
+                                          int length) {
   const int column = threadIdx.x % 16 * 8;
   int row = threadIdx.x / 16;
   source += row * stride + column;
+  stride *= kPrepareThreads / 16;
 #pragma unroll
   for (int i = 0; i < kChunk * 16 / kPrepareThreads; ++i) {
-    if (row < length)
+    if (kWhole || row < length)
       copy_async(&tile[row][column], source);
     else
       *reinterpret_cast<uint4*>(&tile[row][column]) = make_uint4(0, 0, 0, 0);
     row += kPrepareThreads / 16;
-    source += kPrepareThreads / 16 * stride;
+    source += stride;
   }
 }
 
-__device__ __forceinline__ float square_sum(const uint4& x) {
-  const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-  float sum = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    sum = fmaf(low_half(words[i]), low_half(words[i]), sum);
-    sum = fmaf(high_half(words[i]), high_half(words[i]), sum);
-  }
-  return sum;
+// Load queries, keys and gates; write strengths go through registers.
+template <bool kWhole>
+__device__ __forceinline__ void load_inputs(const Params& p, PrepareShared& s, int64_t token, int length, int head) {
+  load_tile<kWhole>(s.q, p.q + token * p.q_stride + head * kHeadDim, p.q_stride, length);
+  load_tile<kWhole>(s.k, p.k + token * p.k_stride + head * kHeadDim, p.k_stride, length);
+  load_tile<kWhole>(s.g, p.g + token * p.g_stride + head * kHeadDim, p.g_stride, length);
+  const int row = threadIdx.x;
+  if (row < kChunk)
+    s.beta[row] = kWhole || row < length
+                      ? sigmoid_base2(kLog2e * __bfloat162float(p.beta[(token + row) * p.beta_stride + head]))
+                      : 0.0f;
 }
 
-// l2 norms of queries and keys, four threads a token.
+// l2 norms of one gate block's queries or keys: the diagonal of their products with themselves.
 __device__ __forceinline__ void measure_rows(const Params& p, PrepareShared& s) {
-  const int row = threadIdx.x / 4, part = threadIdx.x % 4;
-  float q = 0, k = 0;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, block = warp % 4;
+  const bool keys = warp < 4;
+  const __nv_bfloat16* const own = &(keys ? s.k : s.q)[block * kBlock + lane % 16][lane / 16 * 8];
+  float product[2][4] = {};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    q += square_sum(*reinterpret_cast<const uint4*>(&s.q[row][(part + 4 * i) * 8]));
-    k += square_sum(*reinterpret_cast<const uint4*>(&s.k[row][(part + 4 * i) * 8]));
+  for (int step = 0; step < 8; ++step) {
+    uint32_t a[4];
+    ldmatrix(a, own + step * 16);
+    mma(product[0], a, a[0], a[2]);
+    mma(product[1], a, a[1], a[3]);
   }
+  const int row = lane / 4;
+  if (row / 2 != lane % 4) return;
 #pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    q += __shfl_xor_sync(0xffffffffu, q, step);
-    k += __shfl_xor_sync(0xffffffffu, k, step);
+  for (int half = 0; half < 2; ++half) {
+    const float sum = row % 2 ? product[half][2 * half + 1] : product[half][2 * half];
+    float2& norm = s.norm[block * kBlock + half * 8 + row];
+    if (keys)
+      norm.y = rsqrtf(sum + kNormEps);
+    else
+      norm.x = p.scale * rsqrtf(sum + kNormEps);
   }
-  if (part == 0) s.norm[row] = make_float2(p.scale * rsqrtf(q + kNormEps), rsqrtf(k + kNormEps));
 }
 
 __device__ __forceinline__ float2 times(float2 a, float2 b) { return make_float2(a.x * b.x, a.y * b.y); }
 
-// Gates and decays: one thread runs two key channels down the 16 tokens of one gate block.
-__device__ __forceinline__ void apply_gates(const Params& p, PrepareShared& s, unsigned char* record, float rate,
-                                            float2 bias, int length) {
+// log2 of two channels' decay since the start of a gate block, for its 16 tokens.
+struct Logs {
+  float x[kBlock], y[kBlock];
+};
+
+// Gates: one thread runs two key channels down the 16 tokens of one gate block.
+__device__ __forceinline__ void apply_gates(const Params& p, PrepareShared& s, Logs& log, float rate, float2 bias,
+                                            int length) {
   const int block = threadIdx.x / 64, channel = threadIdx.x % 64 * 2;
   const float bound = p.lower_bound * kLog2e;
-  float log0[kBlock], log1[kBlock];   // log2 of the decay since the block's start
+  const float2 offset = make_float2(-rate * bias.x, -rate * bias.y);
 #pragma unroll
   for (int t = 0; t < kBlock; ++t) {
     const int row = block * kBlock + t;
     const uint32_t g = *reinterpret_cast<const uint32_t*>(&s.g[row][channel]);
     const float limit = row < length ? bound : 0.0f;
-    log0[t] = limit * sigmoid_base2(rate * (low_half(g) + bias.x));
-    log1[t] = limit * sigmoid_base2(rate * (high_half(g) + bias.y));
+    const float x = reciprocal(1.0f + exp2_fast(fmaf(-rate, low_half(g), offset.x)));
+    const float y = reciprocal(1.0f + exp2_fast(fmaf(-rate, high_half(g), offset.y)));
+    log.x[t] = fmaf(limit, x, t ? log.x[t - 1] : 0.0f);
+    log.y[t] = fmaf(limit, y, t ? log.y[t - 1] : 0.0f);
   }
-#pragma unroll
-  for (int t = 1; t < kBlock; ++t) {
-    log0[t] += log0[t - 1];
-    log1[t] += log1[t - 1];
-  }
-  const float total0 = log0[kBlock - 1], total1 = log1[kBlock - 1];
-  const float decay0 = exp2_fast(total0), decay1 = exp2_fast(total1);
-  float key0[kBlock], key1[kBlock];
-#pragma unroll
-  for (int group = 0; group < kBlock; group += 4) {
-    // Loads of a group come before its stores: the compiler cannot tell that they never overlap.
-    uint32_t k[4], q[4];
-    float2 norm[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = block * kBlock + group + i;
-      k[i] = *reinterpret_cast<const uint32_t*>(&s.k[row][channel]);
-      q[i] = *reinterpret_cast<const uint32_t*>(&s.q[row][channel]);
-      norm[i] = s.norm[row];
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int t = group + i;
-      const float since0 = exp2_fast(log0[t]), since1 = exp2_fast(log1[t]);
-      const float k0 = low_half(k[i]) * norm[i].y, k1 = high_half(k[i]) * norm[i].y;
-      key0[t] = k0 * exp2_fast(total0 - log0[t]);
-      key1[t] = k1 * exp2_fast(total1 - log1[t]);
-      k[i] = pack(k0 * since0, k1 * since1);
-      q[i] = pack(low_half(q[i]) * norm[i].x * since0, high_half(q[i]) * norm[i].x * since1);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = block * kBlock + group + i;
-      *reinterpret_cast<uint32_t*>(&s.k[row][channel]) = k[i];
-      *reinterpret_cast<uint32_t*>(&s.q[row][channel]) = q[i];
-      *reinterpret_cast<uint32_t*>(&s.g[row][channel]) = pack(key0[group + i], key1[group + i]);
-    }
-  }
-  *reinterpret_cast<float2*>(&s.decay[block][channel]) = make_float2(decay0, decay1);
-  *reinterpret_cast<float2*>(&s.inverse_decay[block][channel]) =
-      make_float2(exp2_fast(-total0), exp2_fast(-total1));
-  __syncthreads();
+  *reinterpret_cast<float2*>(&s.decay[block][channel]) =
+      make_float2(exp2_fast(log.x[kBlock - 1]), exp2_fast(log.y[kBlock - 1]));
+}
 
-  float2 before = make_float2(1, 1), later = before;
+// The factors that later steps need, from the decays over all four blocks. Returns the decay from the chunk's
+// start to this thread's block and from there to the chunk's end.
+__device__ __forceinline__ float4 combine_decays(PrepareShared& s, unsigned char* record, const Logs& log) {
+  const int block = threadIdx.x / 64, pair = threadIdx.x % 64;
+  float2 before = make_float2(1, 1), later = before, decay[kBlocks];
 #pragma unroll
   for (int other = 0; other < kBlocks; ++other) {
-    const float2 factor = *reinterpret_cast<const float2*>(&s.decay[other][channel]);
-    if (other < block) before = times(before, factor);
-    if (other > block) later = times(later, factor);
+    decay[other] = *reinterpret_cast<const float2*>(&s.decay[other][pair * 2]);
+    if (other < block) before = times(before, decay[other]);
+    if (other > block) later = times(later, decay[other]);
   }
-  *reinterpret_cast<float2*>(&s.decay_before[block][channel]) = before;
-  // Operand order of K^ in the recurrence: [8 channels][gate block][lane][2 registers].
-  uint4* const target = reinterpret_cast<uint4*>(
+  s.factor[block][pair] = split_factors(exp2_fast(-log.x[kBlock - 1]), exp2_fast(-log.y[kBlock - 1]));
+  const uint2 x = split_factors(before.x, before.x), y = split_factors(before.y, before.y);
+  *reinterpret_cast<uint4*>(&s.decay_before[block][pair * 2]) = make_uint4(x.x, x.y, y.x, y.y);
+  if (block == 0) {
+    *reinterpret_cast<float2*>(record + kDecayOffset + pair * 8) = times(decay[0], later);
+  } else {
+    const float2 far = block == 1 ? decay[1] : block == 2 ? decay[2] : times(decay[1], decay[2]);
+    s.factor[kBlocks - 1 + block][pair] = split_factors(far.x, far.y);
+  }
+  return make_float4(before.x, before.y, later.x, later.y);
+}
+
+// Norms and decays of queries and keys; Q~ and K^ go to the record.
+__device__ __forceinline__ void decay_rows(PrepareShared& s, unsigned char* record, const Logs& log,
+                                           const float4& around) {
+  const int block = threadIdx.x / 64, channel = threadIdx.x % 64 * 2;
+  const float total_x = log.x[kBlock - 1], total_y = log.y[kBlock - 1];
+  // Operand order of Q~ in the recurrence: [gate block][16 channels][lane][(token, token + 8), channel + 8 k].
+  uint2* const queries = reinterpret_cast<uint2*>(record + kQOffset) +
+                         ((block * 8 + channel / 16) * 32 + channel % 8 / 2) * 2 + channel / 8 % 2;
+  // Operand order of K^: [8 channels][gate block][lane][2 registers].
+  uint4* const keys = reinterpret_cast<uint4*>(
       record + kKOffset + ((channel / 8 * kBlocks + block) * 32 + channel % 8 * 4) * 8);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    target[i] = make_uint4(pack(key0[4 * i] * later.x, key0[4 * i + 1] * later.x),
-                           pack(key0[4 * i + 8] * later.x, key0[4 * i + 9] * later.x),
-                           pack(key0[4 * i + 2] * later.x, key0[4 * i + 3] * later.x),
-                           pack(key0[4 * i + 10] * later.x, key0[4 * i + 11] * later.x));
-    target[2 + i] = make_uint4(pack(key1[4 * i] * later.y, key1[4 * i + 1] * later.y),
-                               pack(key1[4 * i + 8] * later.y, key1[4 * i + 9] * later.y),
-                               pack(key1[4 * i + 2] * later.y, key1[4 * i + 3] * later.y),
-                               pack(key1[4 * i + 10] * later.y, key1[4 * i + 11] * later.y));
-  }
-  if (block == 0)
-    *reinterpret_cast<float2*>(record + kDecayOffset + channel * 4) =
-        make_float2(decay0 * later.x, decay1 * later.y);
-}
-
-// Multiply an A operand (16 tokens x 16 channels) by a factor per channel; `factors` points at this lane's
-// first channel.
-__device__ __forceinline__ void scale_channels(uint32_t (&out)[4], const uint32_t (&in)[4],
-                                               const float* factors) {
-  // Keeps the compiler from fetching the factors of all steps at once, which would spill.
-  asm volatile("" ::: "memory");
-  const float2 low = *reinterpret_cast<const float2*>(factors);
-  const float2 high = *reinterpret_cast<const float2*>(factors + 8);
-  out[0] = pack(low_half(in[0]) * low.x, high_half(in[0]) * low.y);
-  out[1] = pack(low_half(in[1]) * low.x, high_half(in[1]) * low.y);
-  out[2] = pack(low_half(in[2]) * high.x, high_half(in[2]) * high.y);
-  out[3] = pack(low_half(in[3]) * high.x, high_half(in[3]) * high.y);
-}
-
-// (I + L_ii)^-1 by forward substitution in fp32, one lane a column.
-__device__ __forceinline__ void invert_diagonal(PrepareShared& s, int block) {
-  const int lane = threadIdx.x & 31, column = lane & 15;
-  float x[kBlock];
+  for (int group = 0; group < 2; ++group) {
+    uint32_t x[4], y[4];   // K^ of tokens 0-3 and 8-11 of the group, by pairs of tokens
 #pragma unroll
-  for (int t = 0; t < kBlock; ++t) {
-    float value = t == column ? 1.0f : 0.0f;
-    float partial = 0;
+    for (int i = 0; i < 2; ++i) {
+      // Loads come before stores: the compiler cannot tell that they never overlap.
+      uint32_t k[4], q[4];
+      float2 norm[4];
+      float key_x[4], key_y[4];
 #pragma unroll
-    for (int quad = 0; quad < (t + 3) / 4; ++quad) {
-      const float4 l = *reinterpret_cast<const float4*>(&s.diagonal[block].lower[t][4 * quad]);
-      const float row[4] = {l.x, l.y, l.z, l.w};
+      for (int j = 0; j < 4; ++j) {
+        const int row = block * kBlock + group * 4 + i * 2 + j % 2 + j / 2 * 8;
+        k[j] = *reinterpret_cast<const uint32_t*>(&s.k[row][channel]);
+        q[j] = *reinterpret_cast<const uint32_t*>(&s.q[row][channel]);
+        norm[j] = s.norm[row];
+      }
+      uint32_t start[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (4 * quad + i >= t) continue;
-        if (i % 2)
-          partial = fmaf(-row[i], x[4 * quad + i], partial);
-        else
-          value = fmaf(-row[i], x[4 * quad + i], value);
+      for (int j = 0; j < 4; ++j) {
+        const int t = group * 4 + i * 2 + j % 2 + j / 2 * 8, row = block * kBlock + t;
+        const float since_x = exp2_fast(log.x[t]), since_y = exp2_fast(log.y[t]);
+        const float k_x = low_half(k[j]) * norm[j].y, k_y = high_half(k[j]) * norm[j].y;
+        const float end_x = k_x * exp2_fast(total_x - log.x[t]), end_y = k_y * exp2_fast(total_y - log.y[t]);
+        const float q_x = low_half(q[j]) * norm[j].x * since_x, q_y = high_half(q[j]) * norm[j].x * since_y;
+        *reinterpret_cast<uint32_t*>(&s.k[row][channel]) = pack(-k_x * since_x, -k_y * since_y);
+        *reinterpret_cast<uint32_t*>(&s.q[row][channel]) = pack(q_x, q_y);
+        *reinterpret_cast<uint32_t*>(&s.g[row][channel]) = pack(end_x, end_y);
+        start[j] = pack(q_x * around.x, q_y * around.y);
+        key_x[j] = end_x * around.z;
+        key_y[j] = end_y * around.w;
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        queries[(group * 4 + i * 2 + j) * 8] = make_uint2(start[j], start[j + 2]);
+        x[i * 2 + j] = pack(key_x[2 * j], key_x[2 * j + 1]);
+        y[i * 2 + j] = pack(key_y[2 * j], key_y[2 * j + 1]);
       }
     }
-    x[t] = value + partial;
+    keys[group] = make_uint4(x[0], x[1], x[2], x[3]);
+    keys[2 + group] = make_uint4(y[0], y[1], y[2], y[3]);
   }
-  __syncwarp();   // the inverse takes the place of L_ii
-  if (lane >= kBlock) return;
+}
+
+// M_ii by forward substitution in fp32, one lane a column; each value found is at once taken from all later ones.
+__device__ __forceinline__ void invert_diagonal(PrepareShared& s, int block) {
+  const int lane = threadIdx.x & 31, column = lane & 15;
+  const float beta = s.beta[block * kBlock + column];
+  float x[kBlock];
+#pragma unroll
+  for (int t = 0; t < kBlock; ++t) x[t] = t == column ? beta : 0.0f;
+#pragma unroll
+  for (int t = 0; t < kBlock - 1; ++t)
+#pragma unroll
+    for (int quad = (t + 1) / 4; quad < kBlock / 4; ++quad) {
+      const float4 l = *reinterpret_cast<const float4*>(&s.diagonal[block].lower[t][4 * quad]);
+      const float rows[4] = {l.x, l.y, l.z, l.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (4 * quad + i > t) x[4 * quad + i] = fmaf(rows[i], x[t], x[4 * quad + i]);
+    }
+  __syncwarp();   // M_ii takes the place of L_ii
+  Tile& target = lane < kBlock ? s.diagonal[block].inverse.high : s.diagonal[block].inverse.low;
 #pragma unroll
   for (int t = 0; t < kBlock; ++t) {
     const __nv_bfloat16 high = __float2bfloat16(x[t]);
-    s.diagonal[block].inverse.high[t][column] = high;
-    s.diagonal[block].inverse.low[t][column] = __float2bfloat16(x[t] - __bfloat162float(high));
+    target[t][column] = lane < kBlock ? high : __float2bfloat16(x[t] - __bfloat162float(high));
   }
 }
 
-// Store the product of gate blocks `block` (queries or keys) and `other` (keys), [8 keys][accumulator].
-template <bool kQueries>
-__device__ __forceinline__ void store_product(PrepareShared& s, unsigned char* record, const float (&product)[2][4],
-                                              int block, int other) {
+// Products of the queries and the negative keys of gate block `row` with the keys of block `column`. These are
+// decayed to their block's end, so all but neighbours need a factor per channel.
+template <bool kScaled>
+__device__ __forceinline__ void multiply_blocks(PrepareShared& s, unsigned char* record, int row, int column,
+                                                const uint2* factor) {
   const int lane = threadIdx.x & 31, t = lane / 4, quad = lane % 4;
-  if constexpr (kQueries) {
-    reinterpret_cast<uint4*>(record + kAOffset)[(block * (block + 1) / 2 + other) * 32 + lane] =
-        make_uint4(pack(product[0][0], product[0][1]), pack(product[1][0], product[1][1]),
-                   pack(product[0][2], product[0][3]), pack(product[1][2], product[1][3]));
-  } else {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = t + half * 8;
-      const float beta = s.beta[block * kBlock + row];
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        const float x = beta * product[tile][2 * half], y = beta * product[tile][2 * half + 1];
-        const int column = tile * 8 + 2 * quad;
-        if (other == block)
-          *reinterpret_cast<float2*>(&s.diagonal[block].lower[row][column]) =
-              make_float2(column < row ? x : 0.0f, column + 1 < row ? y : 0.0f);
-        else
-          *reinterpret_cast<uint32_t*>(&s.lower[block * (block - 1) / 2 + other][row][column]) = pack(-x, -y);
-      }
-    }
-  }
-}
-
-// Products of one gate block's keys (or queries) with the keys of all blocks up to it.
-template <bool kQueries>
-__device__ __forceinline__ void multiply_rows(PrepareShared& s, unsigned char* record, int block) {
-  const int lane = threadIdx.x & 31, quad = lane % 4;
-  const __nv_bfloat16(*rows)[kPitch] = kQueries ? s.q : s.k;
-  const int key_row = lane / 16 * 8 + lane % 8, key_column = lane / 8 % 2 * 8;
-  const __nv_bfloat16* const own = &rows[block * kBlock + lane % 16][lane / 16 * 8];
-  if constexpr (kQueries) {
-    uint4* const target = reinterpret_cast<uint4*>(record + kQOffset) + block * 8 * 32 + lane;
-#pragma unroll
-    for (int step = 0; step < 8; ++step) {
-      uint32_t a[4], scaled[4];
-      ldmatrix(a, own + step * 16);
-      scale_channels(scaled, a, &s.decay_before[block][step * 16 + 2 * quad]);
-      target[step * 32] = make_uint4(scaled[0], scaled[2], scaled[1], scaled[3]);
-    }
-  }
-
-  float product[kChains][2][4] = {};
+  const __nv_bfloat16* const later_keys = &s.k[row * kBlock + lane % 16][lane / 16 * 8];
+  const __nv_bfloat16* const queries = &s.q[row * kBlock + lane % 16][lane / 16 * 8];
+  const __nv_bfloat16* const keys = &s.g[column * kBlock + lane / 16 * 8 + lane % 8][lane / 8 % 2 * 8];
+  factor += quad;
+  float key_product[2][4] = {}, query_product[2][4] = {};
 #pragma unroll
   for (int step = 0; step < 8; ++step) {
-    // Rows are decayed from the block's start, keys to its end: undo one whole block.
-    uint32_t a[4], scaled[4], b[4];
-    ldmatrix(a, own + step * 16);
-    scale_channels(scaled, a, &s.inverse_decay[block][step * 16 + 2 * quad]);
-    ldmatrix(b, &s.g[block * kBlock + key_row][step * 16 + key_column]);
-    mma(product[step % kChains][0], scaled, b[0], b[1]);
-    mma(product[step % kChains][1], scaled, b[2], b[3]);
+    uint32_t a[4], b[4], c[4];
+    ldmatrix(b, keys + step * 16);
+    if (kScaled) {
+      const uint2 low = factor[step * 8], high = factor[step * 8 + 4];
+      b[0] = scale_pair(b[0], low);
+      b[1] = scale_pair(b[1], high);
+      b[2] = scale_pair(b[2], low);
+      b[3] = scale_pair(b[3], high);
+    }
+    ldmatrix(a, later_keys + step * 16);
+    ldmatrix(c, queries + step * 16);
+    mma(key_product[0], a, b[0], b[1]);
+    mma(key_product[1], a, b[2], b[3]);
+    mma(query_product[0], c, b[0], b[1]);
+    mma(query_product[1], c, b[2], b[3]);
   }
-#pragma unroll
-  for (int tile = 0; tile < 2; ++tile)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (kChains == 2) product[0][tile][i] += product[kChains - 1][tile][i];
-      if (kQueries && tile * 8 + 2 * quad + i % 2 > lane / 4 + i / 2 * 8) product[0][tile][i] = 0;
-    }
-  store_product<kQueries>(s, record, product[0], block, block);
-  if constexpr (!kQueries) {
-    __syncwarp();
-    invert_diagonal(s, block);
-  }
-
-  uint32_t a[8][4];
-#pragma unroll
-  for (int step = 0; step < 8; ++step) ldmatrix(a[step], own + step * 16);
-#pragma unroll 1
-  for (int other = block - 1; other >= 0; --other) {
-    if (other < block - 1) {
-#pragma unroll
-      for (int step = 0; step < 8; ++step)
-        scale_channels(a[step], a[step], &s.decay[other + 1][step * 16 + 2 * quad]);
-    }
-    float sum[kChains][2][4] = {};
-#pragma unroll
-    for (int step = 0; step < 8; ++step) {
-      uint32_t b[4];
-      ldmatrix(b, &s.g[other * kBlock + key_row][step * 16 + key_column]);
-      mma(sum[step % kChains][0], a[step], b[0], b[1]);
-      mma(sum[step % kChains][1], a[step], b[2], b[3]);
-    }
+  if (row == column) {
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) if (kChains == 2) sum[0][tile][i] += sum[kChains - 1][tile][i];
-    store_product<kQueries>(s, record, sum[0], block, other);
+      for (int i = 0; i < 4; ++i) {
+        const int later = t + i / 2 * 8, earlier = tile * 8 + 2 * quad + i % 2;
+        if (earlier > later) query_product[tile][i] = 0;
+        s.diagonal[row].lower[earlier][later] = s.beta[row * kBlock + later] * key_product[tile][i];
+      }
+  } else {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        *reinterpret_cast<uint32_t*>(
+            &s.lower[row * (row - 1) / 2 + column][t + half * 8][tile * 8 + 2 * quad]) =
+            pack(key_product[tile][2 * half], key_product[tile][2 * half + 1]);
+  }
+  // Operand order of A in the recurrence: [pair of gate blocks][lane][token, token + 8][8 keys].
+  const float(&x)[2][4] = query_product;
+  reinterpret_cast<uint4*>(record + kAOffset)[(row * (row + 1) / 2 + column) * 32 + lane] =
+      make_uint4(pack(x[0][0], x[0][1]), pack(x[1][0], x[1][1]), pack(x[0][2], x[0][3]), pack(x[1][2], x[1][3]));
+}
+
+// All ten products: one scaled one for each of seven warps, the three of neighbours for the eighth.
+__device__ __forceinline__ void multiply_all(PrepareShared& s, unsigned char* record, int warp) {
+  if (warp < 7) {
+    const int row = warp < 4 ? warp : warp == 4 ? 2 : 3, column = warp < 4 ? warp : warp == 5;
+    multiply_blocks<true>(s, record, row, column, s.factor[warp]);
+    if (warp < 4) {
+      __syncwarp();
+      invert_diagonal(s, warp);
+    }
+  } else {
+#pragma unroll 1
+    for (int row = 1; row < kBlocks; ++row) multiply_blocks<false>(s, record, row, row - 1, nullptr);
   }
 }
 
-// The 32 value columns one warp solves for, into the queries' place.
-__device__ __forceinline__ void load_value_columns(PrepareShared& s, const __nv_bfloat16* source, int64_t stride,
-                                                   int length, int tile_pair) {
-  const int lane = threadIdx.x & 31, column = tile_pair * 32 + lane % 4 * 8;
+// Operands of a tile [n][k] for 16 columns n; `tile` may be stored as [k][n].
+__device__ __forceinline__ void load_columns(uint32_t (&r)[4], const Tile& tile) {
+  const int lane = threadIdx.x & 31;
+  ldmatrix(r, &tile[lane / 16 * 8 + lane % 8][lane / 8 % 2 * 8]);
+}
+
+__device__ __forceinline__ void load_columns_transposed(uint32_t (&r)[4], const Tile& tile) {
+  const int lane = threadIdx.x & 31;
+  ldmatrix_transposed(r, &tile[lane % 16][lane / 16 * 8]);
+}
+
+// Operand of 16 rows of a tile.
+__device__ __forceinline__ void load_rows(uint32_t (&r)[4], const Tile& tile) {
+  const int lane = threadIdx.x & 31;
+  ldmatrix(r, &tile[lane % 16][lane / 16 * 8]);
+}
+
+__device__ __forceinline__ void load_rows_transposed(uint32_t (&r)[4], const Tile& tile) {
+  const int lane = threadIdx.x & 31;
+  ldmatrix_transposed(r, &tile[lane / 16 * 8 + lane % 8][lane / 8 % 2 * 8]);
+}
+
+// Column block `column` of M below the diagonal, transposed.
+__device__ __forceinline__ void invert_column(PrepareShared& s, int column) {
+  const int lane = threadIdx.x & 31;
+  uint32_t x[kBlocks][4];
 #pragma unroll
-  for (int row = lane / 4; row < kChunk; row += 8) {
+  for (int row = 0; row < kBlocks; ++row) {
+    if (row < column) continue;
+    if (row == column) {
+      load_rows_transposed(x[row], s.diagonal[row].inverse.high);
+      continue;
+    }
+    float y[2][4] = {};
+#pragma unroll
+    for (int other = 0; other < row; ++other) {
+      if (other < column) continue;
+      uint32_t l[4];
+      load_columns(l, s.lower[row * (row - 1) / 2 + other]);
+      mma(y[0], x[other], l[0], l[1]);
+      mma(y[1], x[other], l[2], l[3]);
+    }
+    uint32_t inverse[4], rest[4], high[4], low[4];
+    load_columns(inverse, s.diagonal[row].inverse.high);
+    load_columns(rest, s.diagonal[row].inverse.low);
+    // Both factors as sums of two bf16: the product itself adds no bf16 rounding.
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float a = y[i / 2][i % 2 * 2], b = y[i / 2][i % 2 * 2 + 1];
+      high[i] = pack(a, b);
+      low[i] = pack(a - low_half(high[i]), b - high_half(high[i]));
+    }
+    float solved[2][4] = {};
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      mma(solved[n], low, inverse[2 * n], inverse[2 * n + 1]);
+      mma(solved[n], high, rest[2 * n], rest[2 * n + 1]);
+      mma(solved[n], high, inverse[2 * n], inverse[2 * n + 1]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[row][i] = pack(solved[i / 2][i % 2 * 2], solved[i / 2][i % 2 * 2 + 1]);
+      *reinterpret_cast<uint32_t*>(
+          &s.mixed[row * (row - 1) / 2 + column][lane / 4 + i % 2 * 8][i / 2 * 8 + lane % 4 * 2]) = x[row][i];
+    }
+  }
+}
+
+// Values into the queries' place, by the warps that do not invert.
+__device__ __forceinline__ void load_values(PrepareShared& s, const __nv_bfloat16* source, int64_t stride, int length,
+                                            int thread) {
+  const int column = thread % 16 * 8;
+#pragma unroll
+  for (int i = 0; i < kChunk / 8; ++i) {
+    const int row = thread / 16 + i * 8;
     if (row < length)
       copy_async(&s.q[row][column], source + row * stride + column);
     else
       *reinterpret_cast<uint4*>(&s.q[row][column]) = make_uint4(0, 0, 0, 0);
   }
-  asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
-  __syncwarp();
+  copy_async_wait();
 }
 
-// Solve (I + L) X = diag(beta) [K~ | V] for 32 of the 256 columns, transposed, in registers.
-template <bool kValues>
-__device__ __forceinline__ void solve_columns(const PrepareShared& s, unsigned char* record, int tile_pair) {
-  const int lane = threadIdx.x & 31, quad = lane % 4;
-  const __nv_bfloat16(*source)[kPitch] = kValues ? s.q : s.k;
-  uint32_t x[2][kBlocks][4];
+// 16 value columns of M V, transposed.
+__device__ __forceinline__ void finish_values(const PrepareShared& s, unsigned char* record, int column_tile) {
+  const int lane = threadIdx.x & 31;
+  uint32_t x[kBlocks][4];
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    float y[2][2][4];
-    const float2 beta0 = *reinterpret_cast<const float2*>(&s.beta[block * kBlock + 2 * quad]);
-    const float2 beta1 = *reinterpret_cast<const float2*>(&s.beta[block * kBlock + 8 + 2 * quad]);
+  for (int row = 0; row < kBlocks; ++row) {
+    ldmatrix_transposed(x[row], &s.q[row * kBlock + lane / 16 * 8 + lane % 8][column_tile * 16 + lane / 8 % 2 * 8]);
+    float y[2][4] = {};
+    uint32_t m[4];
 #pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-      const int channel = (tile_pair * 2 + tile) * 16;
-      uint32_t raw[4];
-      ldmatrix_transposed(raw, &source[block * kBlock + lane / 16 * 8 + lane % 8][channel + lane / 8 % 2 * 8]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 beta = i < 2 ? beta0 : beta1;
-        const float decay = kValues ? 1.0f : s.decay_before[block][channel + lane / 4 + i % 2 * 8];
-        y[tile][i / 2][i % 2 * 2] = low_half(raw[i]) * beta.x * decay;
-        y[tile][i / 2][i % 2 * 2 + 1] = high_half(raw[i]) * beta.y * decay;
-      }
+    for (int other = 0; other < row; ++other) {
+      load_columns_transposed(m, s.mixed[row * (row - 1) / 2 + other]);
+      mma(y[0], x[other], m[0], m[1]);
+      mma(y[1], x[other], m[2], m[3]);
     }
-    const int operand_row = lane / 16 * 8 + lane % 8, operand_column = lane / 8 % 2 * 8;
-#pragma unroll
-    for (int other = 0; other < block; ++other) {
-      uint32_t l[4];
-      ldmatrix(l, &s.lower[block * (block - 1) / 2 + other][operand_row][operand_column]);
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        mma(y[tile][0], x[tile][other], l[0], l[1]);
-        mma(y[tile][1], x[tile][other], l[2], l[3]);
-      }
-    }
-    uint32_t inverse[4], rest[4];
-    ldmatrix(inverse, &s.diagonal[block].inverse.high[operand_row][operand_column]);
-    ldmatrix(rest, &s.diagonal[block].inverse.low[operand_row][operand_column]);
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-      uint32_t high[4], low[4];
-      float solved[2][4] = {};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float a = y[tile][i / 2][i % 2 * 2], b = y[tile][i / 2][i % 2 * 2 + 1];
-        high[i] = pack(a, b);
-        low[i] = pack(a - low_half(high[i]), b - high_half(high[i]));
-      }
-      // Both factors as sums of two bf16: the solve itself adds no bf16 rounding.
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        mma(solved[n], low, inverse[2 * n], inverse[2 * n + 1]);
-        mma(solved[n], high, rest[2 * n], rest[2 * n + 1]);
-        mma(solved[n], high, inverse[2 * n], inverse[2 * n + 1]);
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        x[tile][block][i] = pack(solved[i / 2][i % 2 * 2], solved[i / 2][i % 2 * 2 + 1]);
-      const uint32_t(&r)[4] = x[tile][block];
-      const int column_tile = tile_pair * 2 + tile;
-      if (kValues)
-        reinterpret_cast<uint4*>(record + kUOffset)[(column_tile * kBlocks + block) * 32 + lane] =
-            make_uint4(r[0], r[1], r[2], r[3]);
-      else
-        reinterpret_cast<uint4*>(record + kWOffset)[(block * 8 + column_tile) * 32 + lane] =
-            make_uint4(transpose(r[0]) ^ 0x80008000u, transpose(r[1]) ^ 0x80008000u,
-                       transpose(r[2]) ^ 0x80008000u, transpose(r[3]) ^ 0x80008000u);
-    }
+    load_columns(m, s.diagonal[row].inverse.low);
+    mma(y[0], x[row], m[0], m[1]);
+    mma(y[1], x[row], m[2], m[3]);
+    load_columns(m, s.diagonal[row].inverse.high);
+    mma(y[0], x[row], m[0], m[1]);
+    mma(y[1], x[row], m[2], m[3]);
+    reinterpret_cast<uint4*>(record + kUOffset)[(column_tile * kBlocks + row) * 32 + lane] = make_uint4(
+        pack(y[0][0], y[0][1]), pack(y[0][2], y[0][3]), pack(y[1][0], y[1][1]), pack(y[1][2], y[1][3]));
   }
 }
 
-// Start the loads of queries, keys and gates; write strengths go through registers.
-__device__ __forceinline__ void load_inputs(const Params& p, PrepareShared& s, const Chunk& chunk, int head) {
-  const int64_t token = chunk.token;
-  load_tile(s.q, p.q + token * p.q_stride + head * kHeadDim, p.q_stride, chunk.length);
-  load_tile(s.k, p.k + token * p.k_stride + head * kHeadDim, p.k_stride, chunk.length);
-  load_tile(s.g, p.g + token * p.g_stride + head * kHeadDim, p.g_stride, chunk.length);
-  asm volatile("cp.async.commit_group;" ::: "memory");
-  const int row = threadIdx.x;
-  if (row >= kChunk) return;
-  s.beta[row] = row < chunk.length
-                    ? sigmoid_base2(kLog2e * __bfloat162float(p.beta[(token + row) * p.beta_stride + head]))
-                    : 0.0f;
+// 16 key channels of -M K~.
+__device__ __forceinline__ void finish_keys(const PrepareShared& s, unsigned char* record, int column_tile) {
+  const int lane = threadIdx.x & 31;
+  uint32_t x[kBlocks][4];
+#pragma unroll
+  for (int row = 0; row < kBlocks; ++row) {
+    uint32_t(&r)[4] = x[row];
+    ldmatrix_transposed(r, &s.k[row * kBlock + lane % 16][column_tile * 16 + lane / 16 * 8]);
+    if (row > 0) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const uint2 factor = s.decay_before[row][column_tile * 16 + n * 8 + lane / 4];
+        r[2 * n] = scale_pair(r[2 * n], factor);
+        r[2 * n + 1] = scale_pair(r[2 * n + 1], factor);
+      }
+    }
+    float y[2][4] = {};
+    uint32_t m[4];
+#pragma unroll
+    for (int other = 0; other < row; ++other) {
+      load_rows_transposed(m, s.mixed[row * (row - 1) / 2 + other]);
+      mma(y[0], m, x[other][0], x[other][1]);
+      mma(y[1], m, x[other][2], x[other][3]);
+    }
+    load_rows(m, s.diagonal[row].inverse.low);
+    mma(y[0], m, r[0], r[1]);
+    mma(y[1], m, r[2], r[3]);
+    load_rows(m, s.diagonal[row].inverse.high);
+    mma(y[0], m, r[0], r[1]);
+    mma(y[1], m, r[2], r[3]);
+    reinterpret_cast<uint4*>(record + kWOffset)[(row * 8 + column_tile) * 32 + lane] = make_uint4(
+        pack(y[0][0], y[0][1]), pack(y[1][0], y[1][1]), pack(y[0][2], y[0][3]), pack(y[1][2], y[1][3]));
+  }
 }
 
 __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocks)
@@ -471,48 +506,55 @@ __global__ void __launch_bounds__(kPrepareThreads, kPrepareBlocks)
   PrepareShared& s = *reinterpret_cast<PrepareShared*>(raw_shared);
   const int warp = threadIdx.x / 32;
   const int head = p.head_begin + blockIdx.x;
-  // The recurrence may take its place beside the last of these blocks; it waits for their end itself.
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  {
-    const Chunk chunk = locate(p, blockIdx.y);
-    if (chunk.length == 0) return;
-    // Through shared memory, so that no register holds them while the products need all.
+  // The first chunks come last: the recurrence starts with them and finds them in L2.
+  const int index = gridDim.y - 1 - blockIdx.y;
+  launch_dependents();
+  if (warp == 0) {
+    const Chunk chunk = locate(p, index);
     if (threadIdx.x == 0) s.place = make_int2(chunk.token, chunk.length);
-    load_inputs(p, s, chunk, head);
   }
-  unsigned char* const record =
-      p.workspace + (static_cast<int64_t>(blockIdx.y) * p.head_count + blockIdx.x) * kRecordBytes;
-
   const float rate = kLog2e * expf(p.a_log[head]);
   const float2 bias =
       *reinterpret_cast<const float2*>(&p.dt_bias[head * kHeadDim + threadIdx.x % 64 * 2]);
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
-  __syncthreads();
-
-  measure_rows(p, s);
   __syncthreads();
   const int64_t token = s.place.x;
   const int length = s.place.y;
-  apply_gates(p, s, record, rate, bias, length);
-  // Values follow into the queries' place; from here on they wait in L2.
-  if (static_cast<int>(threadIdx.x) < 2 * length)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(p.v + (token + static_cast<int>(threadIdx.x / 2)) * p.v_stride +
-                                                  head * kHeadDim + threadIdx.x % 2 * 64));
-  __syncthreads();
-
-  // The gate block with the most products shares its scheduler with the one that has the fewest.
-  if (warp < 4)
-    multiply_rows<false>(s, record, warp);
+  if (length == 0) return;
+  const __nv_bfloat16* const values = p.v + token * p.v_stride + head * kHeadDim;
+  unsigned char* const record =
+      p.workspace + (static_cast<int64_t>(index) * p.head_count + blockIdx.x) * kRecordBytes;
+  if (length == kChunk)
+    load_inputs<true>(p, s, token, length, head);
   else
-    multiply_rows<true>(s, record, 7 - warp);
+    load_inputs<false>(p, s, token, length, head);
+  // Values follow into the queries' place; until then they wait in L2.
+  if (static_cast<int>(threadIdx.x) < 2 * length)
+    prefetch_l2(values + threadIdx.x / 2 * p.v_stride + threadIdx.x % 2 * 64);
+  copy_async_wait();
   __syncthreads();
 
-  if (warp < 4) {
-    solve_columns<false>(s, record, warp);
-  } else {
-    const int2 place = s.place;
-    load_value_columns(s, p.v + place.x * p.v_stride + head * kHeadDim, p.v_stride, place.y, warp - 4);
-    solve_columns<true>(s, record, warp - 4);
+  {
+    Logs log;
+    measure_rows(p, s);
+    apply_gates(p, s, log, rate, bias, length);
+    __syncthreads();
+    const float4 around = combine_decays(s, record, log);
+    decay_rows(s, record, log, around);
+  }
+  __syncthreads();
+  multiply_all(s, record, warp);
+  __syncthreads();
+  if (warp < kBlocks - 1)
+    invert_column(s, warp);
+  else if (warp >= 4)
+    load_values(s, values, p.v_stride, length, threadIdx.x - 128);
+  __syncthreads();
+#pragma unroll 1
+  for (int tile = warp % 4; tile < kHeadDim / 16; tile += 4) {
+    if (warp < 4)
+      finish_values(s, record, tile);
+    else
+      finish_keys(s, record, tile);
   }
 }
 

@@ -173,7 +173,7 @@ __device__ __forceinline__ void stream_records(RecurrenceShared<kTiles, kStages>
   const int values = kUOffset + place.slice * kTiles * kUTileBytes;
   Stage<kStages> at;
   // Launched before the first kernel has ended; its records are read by this thread only.
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_previous_kernel();
   for (int chunk = 0; chunk < place.chunks; ++chunk) {
     if (chunk >= kStages) barrier_wait(&s.empty[at.index], at.phase ^ 1);
     uint64_t* const full = &s.full[at.index];
@@ -253,6 +253,9 @@ __device__ __forceinline__ void run_state(const Params& p, RecurrenceShared<kTil
   if (own_slot > 0 && own_slot < p.num_slots) store_state<kTiles>(state, corner + own_slot * p.slot_stride);
 }
 
+// Q~ comes with the registers of tokens 0-7 and 8-15 in turns.
+__device__ __forceinline__ uint4 by_tokens(const uint4& x) { return make_uint4(x.x, x.z, x.y, x.w); }
+
 // Add the product of A operands of all value tiles and the operand of 16 tokens.
 template <int kTiles>
 __device__ __forceinline__ void multiply_add(float (&out)[kTiles][2][4], const uint32_t (&a)[kTiles][4],
@@ -312,7 +315,7 @@ __device__ __forceinline__ void run_tokens(const Params& p, RecurrenceShared<kTi
         mma(update[step % kChains][tile][0], a[step % kSteps][tile], b.x, b.y);
         mma(update[step % kChains][tile][1], a[step % kSteps][tile], b.z, b.w);
       }
-      if (!kKeep) multiply_add<kTiles>(out, a[0], q[step * 32]);
+      if (!kKeep) multiply_add<kTiles>(out, a[0], by_tokens(q[step * 32]));
     }
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -327,7 +330,7 @@ __device__ __forceinline__ void run_tokens(const Params& p, RecurrenceShared<kTi
 
     if (kKeep) {
 #pragma unroll
-      for (int step = 0; step < 8; ++step) multiply_add<kTiles>(out, a[step % kSteps], q[step * 32]);
+      for (int step = 0; step < 8; ++step) multiply_add<kTiles>(out, a[step % kSteps], by_tokens(q[step * 32]));
     }
     // The chunk's own part of O.
     const uint4* const products =

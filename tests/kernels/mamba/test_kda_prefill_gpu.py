@@ -323,6 +323,15 @@ def test_every_recurrence_width_agrees(batch_factory, tiles):
     assert relative_error(other.state_pool, batch.pool) < 2e-3
 
 
+def test_more_rows_than_lanes(batch_factory):
+    """Chunks are looked up 32 rows at a time."""
+    lens, offsets = [70, 3, 130] * 13, [[64], [], [16, 112, 128]] * 13
+    batch = batch_factory(lens, offsets, heads=HEADS, device="cuda")
+    out, state = errors(build("native", rows=len(lens)), batch, reference(batch))
+    assert out < 1e-2
+    assert state < 1e-2
+
+
 def test_heads_in_turns_give_the_same_bits(batch_factory):
     """Many rows exceed the workspace of full width, so heads run in several launches."""
     lens = [5] * 40
