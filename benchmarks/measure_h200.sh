@@ -30,7 +30,7 @@ all)
     arguments=(--arms "stock,ladder,equal,equal-ends,replay" --suites "cold,branches,branches-room,decode,conversations,growth"
         --only cold=stock,ladder,equal,equal-ends --only branches=stock,ladder,replay --only branches-room=stock,ladder --only decode=stock,ladder
         --only conversations=stock,ladder,replay --only growth=stock,ladder
-        --samples 30 --turns 60 --traces 2 --growth-sizes "2048,4096,8192,16384,32768,65536")
+        --sizes "8192,2048,16384,32768" --samples 30 --turns 60 --traces 2 --growth-sizes "2048,4096,8192,16384,32768,65536")
     memory=$((4 << 30))
     ;;
 tight)

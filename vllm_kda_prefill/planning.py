@@ -42,7 +42,13 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.coalescing_scheduler import CoalescingAsyncScheduler, CoalescingScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
@@ -103,6 +109,8 @@ class Layout:
         budget: Tokens of one step.
         num_pages: Pages of the KV cache.
         mamba_groups: KV cache groups of KDA layers.
+        open_pool: Tokens of the one block that a request has in the group of the indexer's open pool; 0 for no such
+            group.
         retention_interval: vLLM's `prefix_cache_retention_interval`.
         block_drop: Force the EAGLE block drop, as with lookahead hashing disabled.
         max_seqs: Requests that run at once.
@@ -118,6 +126,7 @@ class Layout:
     budget: int = 8192
     num_pages: int = 2000
     mamba_groups: int = 1
+    open_pool: int = 0
     retention_interval: int | None = 0
     block_drop: bool = False
     max_seqs: int = 64
@@ -176,7 +185,7 @@ class Layout:
         return config
 
     def kv_cache_config(self) -> KVCacheConfig:
-        """One full-attention group and `mamba_groups` groups of KDA layers."""
+        """One full-attention group, `mamba_groups` groups of KDA layers and the open pool's, if there is one."""
         attention = FullAttentionSpec(
             block_size=self.attention_block, num_kv_heads=1, head_size=64, dtype=torch.bfloat16
         )
@@ -191,6 +200,11 @@ class Layout:
         )
         groups = [KVCacheGroupSpec(["attention"], attention, is_eagle_group=self.mtp > 0)]
         groups += [KVCacheGroupSpec([f"kda.{i}"], mamba) for i in range(self.mamba_groups)]
+        if self.open_pool:
+            pool = CircularBufferSpec(
+                block_size=self.open_pool, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, dcp_sharded=False
+            )
+            groups.append(KVCacheGroupSpec(["pool"], pool))
         return KVCacheConfig(
             num_blocks=self.num_pages,
             kv_cache_tensors=[],

@@ -34,6 +34,7 @@ class Arm:
     pages: int | None = None
     split: tuple[str, str] | None = ("512", "512")
     cache_gib: int = 2
+    budget: int = 8192
     label: str = ""
 
     @property
@@ -52,7 +53,7 @@ class Arm:
             "load_format": "seeded",
             "language_model_only": True,
             "max_model_len": 40000,
-            "max_num_batched_tokens": 8192,
+            "max_num_batched_tokens": self.budget,
             "max_num_seqs": 32,
             "enable_prefix_caching": True,
             # Several arms share the GPU, so none measures what is free.

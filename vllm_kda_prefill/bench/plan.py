@@ -13,7 +13,7 @@ from vllm_kda_prefill.bench.records import Recorder
 from vllm_kda_prefill.bench.suites import branches, cold, conversations, decode
 from vllm_kda_prefill.bench.workloads import Conversations
 
-SHARES = {"cold": 3.0, "branches": 2.0, "branches-room": 1.0, "decode": 3.0, "conversations": 4.0, "growth": 1.5}
+SHARES = {"cold": 3.0, "branches": 2.0, "branches-room": 1.5, "decode": 4.5, "conversations": 3.0, "growth": 1.0}
 """Suites in the order they run, and the part of the time each gets of what is left."""
 
 

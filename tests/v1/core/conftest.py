@@ -75,7 +75,8 @@ class ShadowWorker:
         managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         self.managers = managers
         self.mamba = [g for g, manager in enumerate(managers) if isinstance(manager, MambaManager)]
-        self.attention = [g for g in range(len(managers)) if g not in self.mamba]
+        cacheable = {g for g, manager in enumerate(managers) if manager.kv_cache_spec.prefix_cacheable}
+        self.attention = sorted(cacheable - set(self.mamba))
         self.state: dict[int, int] = {}
         self.kv: dict[int, dict[int, int]] = {}
         self.rows: dict[str, Row] = {}

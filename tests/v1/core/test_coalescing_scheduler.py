@@ -353,6 +353,19 @@ class TestFallbacks:
         assert spans[0][:2] == (0, 4608)
         assert engine.scheduler.plan_stats.fallbacks[Fallback.NO_ROOM] == 1
 
+    @pytest.mark.parametrize("waiting", [0, 3])
+    def test_a_block_that_has_nothing_to_do_with_tokens_takes_no_room(self, waiting: int) -> None:
+        """The indexer's open pool: 16 tokens a block, and one block a request however long it is."""
+        engine = build(num_pages=200, open_pool=16)
+        prefill(engine, "a", words(8192))
+        while evict_states(engine):
+            pass
+        engine.add("b", words(5000) + words(3192, 50_000))
+        for name in range(waiting):
+            engine.add(f"{name}", words(8192, 100_000 * (1 + name)))
+        assert engine.step().num_scheduled_tokens == {"b": 8192}
+        assert not engine.scheduler.plan_stats.fallbacks
+
     def test_encoder_input(self) -> None:
         engine = build()
         request = engine.add("a", words(2000))

@@ -40,6 +40,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         budget=draw(st.sampled_from([128, 256])),
         num_pages=draw(st.sampled_from([24, 32, 48, 80, 160])),
         mamba_groups=draw(st.sampled_from([1, 1, 2, 3])),
+        open_pool=draw(st.sampled_from([0, 16])),
         retention_interval=draw(st.sampled_from([None, 0, 0, scheduler_block, 2 * scheduler_block])),
         block_drop=bool(mtp) and draw(st.booleans()),
         max_seqs=draw(st.sampled_from([4, 8])),

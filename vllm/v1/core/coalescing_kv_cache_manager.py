@@ -322,6 +322,9 @@ class CoalescingKVCacheManager(KVCacheManager):
             if isinstance(manager, MambaManager):
                 # Running state, hit, copy-on-write and stock's checkpoint, besides the speculative states.
                 pages += 4 + manager.num_speculative_blocks
+            elif not manager.kv_cache_spec.prefix_cacheable:
+                # Scratch, of a size that has nothing to do with tokens (the indexer's open pool: one block a request).
+                pages += manager.get_num_blocks_to_allocate(request.request_id, num_tokens, (), 0, 0, num_tokens)
             else:
                 held = len(manager.req_to_blocks.get(request.request_id, ()))
                 pages += max(math.ceil(num_tokens / manager.block_size) - held, 0) + 1
