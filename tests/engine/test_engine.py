@@ -65,14 +65,19 @@ REPEATABLE = [index for index, length in enumerate(LENGTHS) if length <= 2048]
 
 
 class Run:
-    """What one arm answered."""
+    """What an arm with all of `steps` answered."""
 
     def __init__(self, answers: list[Any]) -> None:
         end = len(steps(BRANCHES))
         self.summary, self.fault = answers[end - 1], answers[end + 1 :]
-        self.cold = answers[: len(LENGTHS)]
-        warm = answers[len(LENGTHS) + 2 : end - 1]
+        self.cold = cold(answers)
+        warm = answers[len(COLD) + 2 : end - 1]
         self.hits, self.uncached = warm[: len(BRANCHES)], warm[len(BRANCHES) + 1 :: 2]
+
+
+def cold(answers: list[Any]) -> list[Any]:
+    """An arm's answers to the cold prompts, which it begins with."""
+    return answers[: len(COLD)]
 
 
 @pytest.fixture(scope="session")
@@ -90,15 +95,19 @@ def stock_again(runs):
     return Run(runs.answers("stock again"))
 
 
-def cold_differences(left: Run, right: Run) -> list[float]:
-    return [difference(a, b) for a, b in zip(left.cold, right.cold, strict=True)]
+def cold_differences(left: list[Any], right: list[Any]) -> list[float]:
+    return [difference(a, b) for a, b in zip(left, right, strict=True)]
+
+
+def own_differences(runs: Any, stock: Run) -> dict[str, list[float]]:
+    """How far stock's cold answers are from those of stock engines that ought to give the same."""
+    others = ("stock again", "stock triton", "stock in chunks")
+    return {name: cold_differences(stock.cold, cold(runs.answers(name))) for name in others}
 
 
 @pytest.fixture
 def stocks_own(runs, stock):
-    """How far stock's cold answers are from those of stock engines that ought to give the same."""
-    others = ("stock again", "stock triton", "stock in chunks")
-    return {name: cold_differences(stock, Run(runs.answers(name))) for name in others}
+    return own_differences(runs, stock)
 
 
 def check_hits(hits: list[Any], uncached: list[Any], stock: Run) -> str:
@@ -123,13 +132,14 @@ def test_the_random_model_depends_on_its_prompt(stock):
 
 
 def test_stock_repeats_itself_where_attention_takes_every_token(stock, stock_again):
-    assert [cold_differences(stock, stock_again)[index] for index in REPEATABLE] == [0.0] * len(REPEATABLE)
+    found = cold_differences(stock.cold, stock_again.cold)
+    assert [found[index] for index in REPEATABLE] == [0.0] * len(REPEATABLE)
 
 
 @pytest.mark.parametrize("arm", COALESCED)
 def test_cold_prompts_differ_from_stock_no_more_than_stock_from_itself(arm, runs, stocks_own):
     ours = Run(runs.answers(arm))
-    found = cold_differences(Run(runs.answers(COALESCED[arm])), ours)
+    found = cold_differences(cold(runs.answers(COALESCED[arm])), ours.cold)
     print(f"\n{arm}, cold, against stock {rounded(found)}")
     for name, own in stocks_own.items():
         print(f"  {name}, against stock {rounded(own)}")

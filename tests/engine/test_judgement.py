@@ -1,0 +1,95 @@
+"""The comparisons of `test_engine.py`, on answers made up here: they run without a GPU, and a fault fails them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine import test_engine as engine
+from tests.engine.arms import Arm
+
+NOISE = 0.1
+"""How far a made-up stock answer after a hit, or of another stock engine, is from the plain one."""
+
+
+class MadeUpArm:
+    """Answers steps as an engine would that reuses what its arm retains."""
+
+    def __init__(self, arm: Arm, noise: float = 0.0, fault: float = 0.0) -> None:
+        self.arm = arm
+        self.noise = noise
+        self.fault = fault
+        self.has_base = False
+        self.zeroed = False
+
+    def run(self, steps: list[dict[str, Any]]) -> list[Any]:
+        return [self.step(step) for step in steps]
+
+    def step(self, step: dict[str, Any]) -> Any:
+        if "reset" in step:
+            self.has_base = self.zeroed = False
+            return True
+        if "zero_state" in step:
+            self.zeroed = True
+            return 6
+        if "summary" in step:
+            return {"block_sizes": [512, 512], "counts": {"spans": 40, "states": 80} if self.arm.gate else None}
+        (prompt,) = step["generate"]
+        cached = self._cached(prompt)
+        self.has_base |= prompt == engine.BASE
+        repeatable = len(prompt) <= 2048
+        shift = 0.0 if repeatable else self.noise
+        if cached:
+            shift += NOISE + self.fault + (5.0 if self.zeroed else 0.0)
+        likeliest = str(sum(prompt) % 31900)
+        position = {likeliest: -1.0 - shift} | {f"-{rank}": -9.0 for rank in range(step["logprobs"])}
+        return {"cached": cached, "tokens": [likeliest] * step["max_tokens"], "logprobs": [position] * step["max_tokens"]}
+
+    def _cached(self, prompt: list[int]) -> int:
+        if not self.has_base or prompt == engine.BASE:
+            return 0
+        at = next(index for index, token in enumerate(prompt) if token != engine.BASE[index])
+        return max((state for state in (engine.HITS if self.arm.gate else [7680]) if state <= at), default=0)
+
+
+class MadeUpRuns:
+    """Stands in for `Runs`; `changed` replaces some arms."""
+
+    def __init__(self, changed: dict[str, MadeUpArm]) -> None:
+        own = {"stock again": NOISE, "stock triton": NOISE, "stock in chunks": NOISE}
+        self.arms = {name: MadeUpArm(arm, own.get(name, 0.0)) for name, (arm, _) in engine.ARMS.items()} | changed
+
+    def answers(self, name: str) -> list[Any]:
+        return self.arms[name].run(engine.ARMS[name][1])
+
+
+def judge_all(runs: Any) -> None:
+    stock, again = (engine.Run(runs.answers(name)) for name in ("stock", "stock again"))
+    stocks_own = engine.own_differences(runs, stock)
+    engine.test_the_random_model_depends_on_its_prompt(stock)
+    engine.test_stock_repeats_itself_where_attention_takes_every_token(stock, again)
+    engine.test_stock_hits_its_one_state_only(stock, again)
+    engine.test_flashkda_with_at_most_one_export_is_stock_to_the_last_bit(runs, stock)
+    engine.test_a_planted_wrong_state_fails_the_test_above(runs, stock)
+    for arm in engine.COALESCED:
+        engine.test_cold_prompts_differ_from_stock_no_more_than_stock_from_itself(arm, runs, stocks_own)
+        engine.test_branches_hit_the_state_below_them(arm, runs)
+        engine.test_a_hit_differs_from_an_uncached_run_no_more_than_stocks_hits_do(arm, runs)
+        engine.test_the_planner_counted_its_exports(arm, runs)
+
+
+def test_answers_as_far_apart_as_stocks_own_pass():
+    judge_all(MadeUpRuns({"native": MadeUpArm(engine.ARMS["native"][0], noise=NOISE)}))
+
+
+@pytest.mark.parametrize("arm", engine.COALESCED)
+def test_a_cold_answer_that_is_too_far_off_fails(arm):
+    with pytest.raises(AssertionError):
+        judge_all(MadeUpRuns({arm: MadeUpArm(engine.ARMS[arm][0], noise=3 * NOISE)}))
+
+
+@pytest.mark.parametrize("arm", engine.COALESCED)
+def test_an_answer_after_a_hit_that_is_too_far_off_fails(arm):
+    with pytest.raises(AssertionError, match="differences"):
+        judge_all(MadeUpRuns({arm: MadeUpArm(engine.ARMS[arm][0], fault=2 * NOISE)}))
