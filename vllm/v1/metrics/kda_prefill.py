@@ -24,6 +24,11 @@ def _counter(name: str, documentation: str, *labels: str) -> Counter:
     return Counter(f"vllm:kda_prefill_{name}", documentation, (*LABELS, *labels))
 
 
+COUNTERS = {
+    "spans": ("spans_coalesced", "Prefill spans that ran without a stop for a state."),
+    "states": ("states_exported", "States exported from inside a query."),
+    "not_exported": ("states_not_exported", "Wanted states that found no spare page."),
+}
 GAUGES = {
     "pages": ("state_pages", "Free pages that hold a second-class state."),
     "share": ("state_pages_share", "Free pages that second-class states keep from the oldest other entries."),
@@ -40,6 +45,7 @@ class KDAPrefillStatLogger(StatLoggerBase):
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._labels = (str(vllm_config.model_config.served_model_name), str(engine_index))
+        self._metrics: dict[str, Counter | Gauge] = {}
         self._seen: dict[str, int] = {}
 
     def record(
@@ -51,23 +57,29 @@ class KDAPrefillStatLogger(StatLoggerBase):
     ) -> None:
         if scheduler_stats is None:
             return
-        for key, total in scheduler_stats.waiting_lora_adapters.items():
-            if key in GAUGES:
-                _gauge(*GAUGES[key]).labels(*self._labels).set(total)
-                continue
-            metric, _, reason = key.partition(":")
-            # Created here and not earlier: vLLM drops every registered metric of its own before it starts.
-            if metric == "spans":
-                counter = _counter("spans_coalesced", "Prefill spans that ran without a stop for a state.")
-            elif metric == "states":
-                counter = _counter("states_exported", "States exported from inside a query.")
-            elif metric == "not_exported":
-                counter = _counter("states_not_exported", "Wanted states that found no spare page.")
+        for key, value in scheduler_stats.waiting_lora_adapters.items():
+            seen = self._seen.get(key)
+            if value == seen:
+                continue  # Every key of most steps: only prefills count.
+            metric = self._metrics.get(key)
+            if metric is None:
+                # Created here and not earlier: vLLM drops every registered metric of its own before it starts.
+                metric = self._metrics[key] = self._metric(key)
+            if isinstance(metric, Gauge):
+                metric.set(value)
             else:
-                counter = _counter("fallbacks", "Prefill spans on stock's path, by reason.", "reason")
-            labels: tuple[str, ...] = (*self._labels, reason) if reason else self._labels
-            counter.labels(*labels).inc(total - self._seen.get(key, 0))
-            self._seen[key] = total
+                metric.inc(value - (seen or 0))
+            self._seen[key] = value
+
+    def _metric(self, key: str) -> Counter | Gauge:
+        """What the scheduler's `key` is exported as, with this engine's labels."""
+        if key in GAUGES:
+            return _gauge(*GAUGES[key]).labels(*self._labels)
+        kind, _, reason = key.partition(":")
+        if kind == "fallbacks":
+            counter = _counter("fallbacks", "Prefill spans on stock's path, by reason.", "reason")
+            return counter.labels(*self._labels, reason)
+        return _counter(*COUNTERS[kind]).labels(*self._labels)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say at start."""
