@@ -44,7 +44,8 @@ class MadeUpArm:
             shift += NOISE + self.fault + (5.0 if self.zeroed else 0.0)
         likeliest = str(sum(prompt) % 31900)
         position = {likeliest: -1.0 - shift} | {f"-{rank}": -9.0 for rank in range(step["logprobs"])}
-        return {"cached": cached, "tokens": [likeliest] * step["max_tokens"], "logprobs": [position] * step["max_tokens"]}
+        count = step["max_tokens"]
+        return {"cached": cached, "tokens": [likeliest] * count, "logprobs": [position] * count}
 
     def _cached(self, prompt: list[int]) -> int:
         if not self.has_base or prompt == engine.BASE:
