@@ -2,14 +2,15 @@
 # Serving measurements of small GLM-5.3-Flash shapes on one H200, in a checkout on a host with stock vLLM.
 #
 #   benchmarks/measure_h200.sh all   OUT [SECONDS]   every suite with ample KV cache, 500 s
+#   benchmarks/measure_h200.sh pair  OUT [SECONDS]   branches and decode, two servers of stock and of ladder, 500 s
 #   benchmarks/measure_h200.sh tight OUT [SECONDS]   conversations with a quarter of it, 330 s
 #
-# All servers share the GPU and take turns. Samples go to OUT/all.jsonl or OUT/tight.jsonl as they are made, the
-# servers' logs to OUT/logs-*.tgz, and a short table to stdout. What is short of time takes fewer samples.
-# SERVE is another command than vllm serve, for a rehearsal.
+# All servers share the GPU, take turns, and have processors of their own. Samples go to OUT/PART.jsonl as they are
+# made, the servers' logs to OUT/logs-*.tgz, and a short table to stdout. What is short of time takes fewer samples.
+# SERVE is another command than vllm serve, for a rehearsal; PROCESSORS (3) are each server's own, 0 for any.
 # LOAD_FORMAT (seeded) is vLLM's; tests/engine/seeded_weights.py says what `seeded` needs. PYTHON (python3) runs it.
 set -uo pipefail
-part=${1:?all or tight}
+part=${1:?all, pair or tight}
 out=${2:?a folder to write to}
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
@@ -33,6 +34,12 @@ all)
         --sizes "8192,2048,16384,32768" --samples 30 --turns 60 --traces 2 --growth-sizes "2048,4096,8192,16384,32768,65536")
     memory=$((4 << 30))
     ;;
+pair)
+    # What a pass or a step costs on the host differs from server to server by more than the bars ask for.
+    seconds=${3:-500}
+    arguments=(--arms "stock,ladder" --servers 2 --suites "branches,branches-room,decode" --sizes 8192 --samples 30)
+    memory=$((4 << 30))
+    ;;
 tight)
     # 224 blocks: a quarter of what 4 GiB hold.
     seconds=${3:-330}
@@ -40,13 +47,13 @@ tight)
     memory=$((2 << 30))
     ;;
 *)
-    echo "error: $part: give all or tight" >&2
+    echo "error: $part: give all, pair or tight" >&2
     exit 2
     ;;
 esac
 
 "$python" -m vllm_kda_prefill bench ab --model "$scratch/glm" "${arguments[@]}" --keep-going \
-    ${SERVE:+--serve "$SERVE"} \
+    ${SERVE:+--serve "$SERVE"} --processors "${PROCESSORS:-3}" \
     --seconds "$seconds" --start-seconds 300 --output "$out/$part.jsonl" --logs "$scratch/logs" -- \
     --skip-tokenizer-init --load-format "${LOAD_FORMAT:-seeded}" --language-model-only \
     --max-model-len 70000 --max-num-batched-tokens 8192 --max-num-seqs 8 \

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shlex
@@ -73,6 +74,37 @@ def test_every_suite_over_three_arms(tmp_path):
     assert probes == ["cold 8192", "cold 9000", "repeated", "extended", "branches of equal"]
 
 
+def test_two_servers_an_arm_on_processors_of_their_own(tmp_path):
+    arguments = ("--servers", "2", "--only", "cold=ladder,equal", "--growth-sizes", "2048")
+    done = ab(tmp_path, *arguments, suites="cold,growth", arms="ladder,equal,stock")
+    assert done.returncode == 0, done.stderr
+    found = records(tmp_path)
+    commands = {name: arm["command"] for name, arm in found[0]["configuration"]["arms"].items()}
+    assert list(commands) == ["ladder", "ladder#2", "equal", "equal#2", "stock", "stock#2"]
+    assert {record["arm"] for record in found if record.get("suite") == "cold"} == {*list(commands)[:4]}
+    probed = [record["arm"] for record in found if record.get("name") == "branches of equal#2"]
+    assert probed == ["equal#2", "ladder#2"]
+    # 8,192 and 9,000 tokens, two rounds, two servers.
+    rows = [
+        line for line in done.stdout.splitlines() if "of 2 servers" in line and ("8,192" in line or "9,000" in line)
+    ]
+    assert len(rows) == 4
+    assert all("4 of 2 servers" in row for row in rows)
+
+
+def test_a_server_and_all_it_starts_keep_to_their_processors(tmp_path):
+    (tmp_path / "show.py").write_text(
+        "import os, subprocess, sys\n"
+        "subprocess.run([sys.executable, '-c', 'import os; print(os.sched_getaffinity(0))'])\n"
+    )
+    processor = max(os.sched_getaffinity(0))
+    serve = (sys.executable, str(tmp_path / "show.py"))
+    server = Server(make_arm("stock", 512), "m", [], tmp_path, serve, {processor})
+    with pytest.raises(BenchError, match="ended with 0"):
+        asyncio.run(server.wait(30))
+    assert server.read_log().strip() == str({processor})
+
+
 def test_an_arm_that_cannot_be_believed_is_left_out_where_the_rest_shall_go_on(tmp_path):
     done = ab(tmp_path, "--keep-going", fault="unequal")
     assert done.returncode == 1
@@ -118,6 +150,13 @@ def test_values_that_cannot_be_used_end_with_status_two(arguments, complaint):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert complaint in line
+
+
+def test_more_processors_than_there_are_end_with_one_line(tmp_path):
+    done = ab(tmp_path, "--processors", "4000", arms="stock")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: --processors 4000: servers 1 x 4000 and one for the client are more than the ")
 
 
 def test_an_argument_that_the_runner_sets_is_refused(tmp_path):

@@ -13,7 +13,7 @@ def test_spread_is_the_median_and_the_quartiles():
 
 
 def test_ratio_of_medians_and_its_interval_are_exact_without_noise():
-    ratio = ratio_of_medians([3.0] * 8, [2.0] * 5)
+    ratio = ratio_of_medians([[3.0] * 8], [[2.0] * 5])
     assert (ratio.value, ratio.low, ratio.high) == (1.5, 1.5, 1.5)
     assert str(ratio) == "1.500 (1.500 to 1.500)"
 
@@ -23,7 +23,7 @@ def test_the_interval_covers_the_true_ratio_about_as_often_as_it_says():
     hits = 0
     for trial in range(120):
         above, below = source.normal(3.0, 0.3, 25).tolist(), source.normal(2.0, 0.2, 25).tolist()
-        ratio = ratio_of_medians(above, below, seed=trial)
+        ratio = ratio_of_medians([above], [below], seed=trial)
         hits += ratio.low <= 1.5 <= ratio.high
     assert hits / 120 >= 0.88
 
@@ -31,13 +31,24 @@ def test_the_interval_covers_the_true_ratio_about_as_often_as_it_says():
 def test_the_interval_narrows_with_samples():
     source = np.random.default_rng(3)
     few, many = (
-        ratio_of_medians(source.normal(3, 0.3, n).tolist(), source.normal(2, 0.2, n).tolist()) for n in (6, 600)
+        ratio_of_medians([source.normal(3, 0.3, n).tolist()], [source.normal(2, 0.2, n).tolist()]) for n in (6, 600)
     )
     assert many.high - many.low < (few.high - few.low) / 3
 
 
 def test_the_same_samples_give_the_same_interval():
-    assert ratio_of_medians([1, 2, 4], [1, 3, 5]) == ratio_of_medians([1, 2, 4], [1, 3, 5])
+    assert ratio_of_medians([[1, 2, 4]], [[1, 3, 5]]) == ratio_of_medians([[1, 2, 4]], [[1, 3, 5]])
+
+
+def test_servers_that_differ_widen_the_interval_however_many_samples_each_gives():
+    source = np.random.default_rng(5)
+    fast, slow = (source.normal(rate, 0.01, 200).tolist() for rate in (1.1, 0.9))
+    apart = ratio_of_medians([fast, slow], [slow, fast])
+    assert apart.value == pytest.approx(1.0, abs=0.05)
+    assert apart.low < 0.85
+    assert apart.high > 1.15
+    alike = ratio_of_medians([slow, slow], [slow, slow])
+    assert alike.high - alike.low < 0.02
 
 
 def test_ratio_of_sums_resamples_pairs():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_kda_prefill.bench.errors import BenchError
 
@@ -21,7 +21,7 @@ class Arm:
     """One way to serve.
 
     Attributes:
-        name: What records call it.
+        name: What records call it; `NAME#2` is a second server of arm `NAME`.
         coalesces: Whether the gate is on.
         environment: Variables on top of the runner's own.
         arguments: More arguments of `vllm serve`.
@@ -42,6 +42,17 @@ KINDS: dict[str, str] = {
     "equal": "the gate off; queries end where ladder keeps a state, as few as stock's scheduler can",
     "equal-ends": "the same, and a query ends at the prompt's last state too, which stock keeps without",
 }
+
+
+def arm_of(server: str) -> str:
+    """The arm that a server of that name is one of."""
+    return server.partition("#")[0]
+
+
+def servers_of(arm: Arm, count: int) -> list[Arm]:
+    """An arm as `count` servers that differ in nothing but their names."""
+    more = [f"#{number}" for number in range(2, count + 1)]
+    return [arm, *(replace(arm, name=arm.name + at, equal_to=arm.equal_to and arm.equal_to + at) for at in more)]
 
 
 def make_arm(text: str, page: int) -> Arm:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vllm_kda_prefill.bench import summary
-from vllm_kda_prefill.bench.stats import Ratio, ratio_of_medians, ratio_of_sums
-from vllm_kda_prefill.bench.summary import Samples, Section, speed_up, values
+from vllm_kda_prefill.bench.stats import Ratio, ratio_of_sums
+from vllm_kda_prefill.bench.summary import Samples, Section, ratio_of, speed_up, values
 
 AGAINST_EQUAL = {8192: 1.50, 16384: 1.10, 32768: 1.05}
 AGAINST_STOCK = 0.99
@@ -67,7 +67,7 @@ def _decode(samples: Samples) -> Iterator[Bar]:
     for shape, ours in groups.get("ladder", {}).items():
         theirs = groups.get("stock", {}).get(shape)
         if theirs:
-            ratio = ratio_of_medians(values(ours, "steps_per_second"), values(theirs, "steps_per_second"))
+            ratio = ratio_of(ours, theirs, "steps_per_second")
             yield Bar(f"decode steps/s, C{shape[1]} at {shape[0]:,}, ladder over stock", DECODE, ratio)
 
 

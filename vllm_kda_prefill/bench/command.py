@@ -175,6 +175,8 @@ def ab(
     suites: Annotated[
         str, typer.Option(help="Of cold, branches, branches-room, decode, conversations, growth.")
     ] = "cold,branches",
+    servers: Annotated[int, typer.Option(help="Servers of each arm; two show what differs by chance.", min=1)] = 1,
+    processors: Annotated[int, typer.Option(help="Of each server alone; 0 leaves it to the system.", min=0)] = 0,
     page: Annotated[int, typer.Option(help="Tokens of a page in every arm; 0 leaves stock's.", min=0)] = 512,
     sizes: Sizes = DEFAULT_SIZES,
     growth_sizes: Annotated[str, typer.Option(help="Prompt tokens of suite growth.")] = (
@@ -202,7 +204,7 @@ def ab(
     What follows -- is given to every vllm serve. All servers share the GPU: give each a part of its memory, as
     with --gpu-memory-utilization 0.2 and --kv-cache-memory-bytes.
     """
-    from vllm_kda_prefill.bench.arms import make_arm
+    from vllm_kda_prefill.bench.arms import make_arm, servers_of
     from vllm_kda_prefill.bench.errors import BenchError
     from vllm_kda_prefill.bench.runner import measure_arms
     from vllm_kda_prefill.bench.server import SERVE
@@ -212,7 +214,7 @@ def ab(
     if len(set(names)) != len(names):
         raise typer.BadParameter(f"--arms {arms}: name each arm once")
     try:
-        chosen = [make_arm(name, page) for name in names]
+        chosen = [server for name in names for server in servers_of(make_arm(name, page), servers)]
     except BenchError as error:
         raise typer.BadParameter(str(error)) from None
     plan = make_plan(
@@ -229,7 +231,9 @@ def ab(
     )
     command = tuple(shlex.split(serve)) or SERVE
     finish(
-        measure_arms(chosen, model, context.args, plan, output, logs, seconds, start_seconds, keep_going, command),
+        measure_arms(
+            chosen, model, context.args, plan, output, logs, seconds, start_seconds, keep_going, command, processors
+        ),
         output,
     )
 

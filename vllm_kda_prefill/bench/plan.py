@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from vllm_kda_prefill.bench.arms import arm_of
 from vllm_kda_prefill.bench.budget import Budget
 from vllm_kda_prefill.bench.errors import BenchError
 from vllm_kda_prefill.bench.lanes import Lane
@@ -78,7 +79,7 @@ async def run(
         suite = pending[0]
         share = budget.share(SHARES[suite] / sum(SHARES[name] for name in pending))
         names = plan.only.get(suite)
-        taking_part = [lane for lane in lanes if names is None or lane.name in names]
+        taking_part = [lane for lane in lanes if names is None or arm_of(lane.name) in names]
         try:
             await _run_suite(suite, plan, taking_part, recorder, share)
         except BenchError as error:

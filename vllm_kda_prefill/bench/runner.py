@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,6 +108,7 @@ async def measure_arms(
     start_seconds: float,
     keep_going: bool = False,
     serve: tuple[str, ...] = SERVE,
+    processors: int = 0,
 ) -> None:
     """Start every arm's server at once, measure them in turns, and end them.
 
@@ -122,19 +124,23 @@ async def measure_arms(
         keep_going: Leave out an arm that does not start or is not what it says, and go on after a suite that
             fails; fail in the end.
         serve: The command that serves.
+        processors: How many each server has to itself; this process then keeps to the others. 0: as they come.
 
     Raises:
-        BenchError: A server does not start, an arm is not what it says, or a sample cannot be believed.
+        BenchError: Processors are too few, a server does not start, an arm is not what it says, or a sample cannot
+            be believed.
     """
+    own = _processors(len(arms), processors)
     budget = Budget(seconds - SHUTDOWN)
     servers: list[Server] = []
     lanes: list[Lane] = []
     try:
-        for arm in arms:
-            servers.append(Server(arm, model, arguments, logs, serve))
+        for arm, set_of_its_own in zip(arms, own, strict=True):
+            servers.append(Server(arm, model, arguments, logs, serve, set_of_its_own))
         configuration = {
             "model": model,
             "arms": {s.arm.name: {"environment": dict(s.arm.environment), "command": s.command} for s in servers},
+            "processors": processors,
             **plan.as_json(),
         }
         with Recorder(output, configuration) as recorder:
@@ -154,6 +160,24 @@ async def measure_arms(
         for lane in lanes:
             await lane.client.close()
         await asyncio.gather(*(asyncio.to_thread(server.stop) for server in servers))
+
+
+def _processors(servers: int, each: int) -> list[set[int]]:
+    """A set of processors for each server; with any, this process leaves them to the servers.
+
+    Raises:
+        BenchError: They would leave none for this process.
+    """
+    if not each:
+        return [set() for _ in range(servers)]
+    here = sorted(os.sched_getaffinity(0))
+    if servers * each >= len(here):
+        raise BenchError(
+            f"--processors {each}: servers {servers} x {each} and one for the client are more than the {len(here)} "
+            f"processors here; give at most {(len(here) - 1) // servers}"
+        )
+    os.sched_setaffinity(0, here[servers * each :])
+    return [set(here[number * each :][:each]) for number in range(servers)]
 
 
 async def _wait(servers: Sequence[Server], seconds: float, keep_going: bool, recorder: Recorder) -> list[str]:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import httpx
@@ -31,8 +32,16 @@ def free_port() -> int:
 class Server:
     """One arm, started and not necessarily up yet."""
 
-    def __init__(self, arm: Arm, model: str, arguments: list[str], logs: Path, serve: tuple[str, ...] = SERVE) -> None:
-        """Start it.
+    def __init__(
+        self,
+        arm: Arm,
+        model: str,
+        arguments: list[str],
+        logs: Path,
+        serve: tuple[str, ...] = SERVE,
+        processors: Collection[int] = (),
+    ) -> None:
+        """Start it, on some processors only if any are given.
 
         Raises:
             BenchError: An argument is the runner's own, or the log cannot be written.
@@ -43,7 +52,7 @@ class Server:
         port = free_port()
         self.arm = arm
         self.url = f"http://127.0.0.1:{port}"
-        self.log = logs / f"{arm.name.replace('@', '-')}.log"
+        self.log = logs / f"{arm.name.replace('@', '-').replace('#', '-')}.log"
         self.command = [*serve, model, "--host", "127.0.0.1", "--port", str(port)]
         self.command += [
             "--served-model-name",
@@ -66,6 +75,9 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        if processors:
+            # It has started nothing yet: its threads and processes will all be where it is.
+            os.sched_setaffinity(self._process.pid, processors)
 
     @property
     def is_running(self) -> bool:

@@ -52,26 +52,37 @@ class Ratio:
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
-def ratio_of_medians(above: Sequence[float], below: Sequence[float], seed: int = 0) -> Ratio:
+def ratio_of_medians(above: Sequence[Sequence[float]], below: Sequence[Sequence[float]], seed: int = 0) -> Ratio:
     """Median of `above` over median of `below`, with a percentile bootstrap interval.
 
     Samples of the two are drawn independently of each other: rounds pair them in time, and what a round has in
-    common then makes the interval wider, never narrower.
+    common then makes the interval wider, never narrower. Where an arm had several servers, servers are drawn first:
+    samples of one share what its processes were given on the host, and more of them do not average that out.
 
     Args:
-        above: Positive samples.
-        below: Positive samples.
+        above: Positive samples, by server.
+        below: Positive samples, by server.
         seed: Of the resampling.
     """
     source = np.random.default_rng(seed)
-    left, right = (np.asarray(values, dtype=float) for values in (above, below))
+    left, right = ([np.asarray(values, dtype=float) for values in servers] for servers in (above, below))
+    ratios = _resampled_medians(left, source) / _resampled_medians(right, source)
+    low, high = np.percentile(ratios, [50 - 50 * LEVEL, 50 + 50 * LEVEL])
+    return Ratio(float(np.median(np.concatenate(left)) / np.median(np.concatenate(right))), float(low), float(high))
 
-    def medians(values: np.ndarray) -> np.ndarray:
+
+def _resampled_medians(servers: Sequence[np.ndarray], source: np.random.Generator) -> np.ndarray:
+    if len(servers) == 1:
+        (values,) = servers
         return np.median(values[source.integers(0, len(values), (RESAMPLES, len(values)))], axis=1)
 
-    ratios = medians(left) / medians(right)
-    low, high = np.percentile(ratios, [50 - 50 * LEVEL, 50 + 50 * LEVEL])
-    return Ratio(float(np.median(left) / np.median(right)), float(low), float(high))
+    def median() -> float:
+        drawn = [servers[index] for index in source.integers(0, len(servers), len(servers))]
+        return float(
+            np.median(np.concatenate([values[source.integers(0, len(values), len(values))] for values in drawn]))
+        )
+
+    return np.asarray([median() for _ in range(RESAMPLES)])
 
 
 def ratio_of_sums(pairs: Sequence[tuple[float, float]], seed: int = 0) -> Ratio:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
-from vllm_kda_prefill.bench.arms import KINDS
+from vllm_kda_prefill.bench.arms import KINDS, arm_of
 from vllm_kda_prefill.bench.records import Record
 from vllm_kda_prefill.bench.stats import Ratio, Spread, ratio_of_medians, ratio_of_sums
 
@@ -34,15 +35,22 @@ class Samples:
     """Samples of one run, by suite, arm and shape."""
 
     def __init__(self, records: Iterable[Record]) -> None:
-        self.all = [record for record in records if record["kind"] == "sample"]
+        found = (record for record in records if record["kind"] == "sample")
+        # An arm's first server first, so that two arms' samples pair up whatever the order of the turns was.
+        self.all = sorted(found, key=server_of)
 
     def groups(self, suite: str, *shape: str) -> dict[str, dict[tuple, list[Record]]]:
-        """Arm -> values of `shape` -> samples, in the order of the run."""
+        """Arm -> values of `shape` -> samples of all its servers, those of a server in the order of the run."""
         found: dict[str, dict[tuple, list[Record]]] = defaultdict(lambda: defaultdict(list))
         for sample in self.all:
             if sample["suite"] == suite:
-                found[sample["arm"]][tuple(sample[name] for name in shape)].append(sample)
+                found[arm_of(sample["arm"])][tuple(sample[name] for name in shape)].append(sample)
         return {arm: dict(found[arm]) for arm in sorted(found, key=rank)}
+
+
+def server_of(sample: Record) -> str:
+    """Which of its arm's servers made a sample."""
+    return sample.get("arm", "").partition("#")[2]
 
 
 def rank(arm: str) -> tuple[int, str]:
@@ -56,15 +64,30 @@ def values(samples: Sequence[Record], name: str) -> list[float]:
     return [sample[name] for sample in samples]
 
 
+def count_of(samples: Sequence[Record]) -> str:
+    """How many samples, and of how many servers if of several."""
+    servers = len({server_of(sample) for sample in samples})
+    return f"{len(samples)} of {servers} servers" if servers > 1 else str(len(samples))
+
+
 def cold_rates(samples: Sequence[Record]) -> list[float]:
     """Prompt tokens over time to first token."""
     return [sample["prompt"] / sample["ttft"] for sample in samples]
 
 
+def ratio_of(above: Sequence[Record], below: Sequence[Record], name: str) -> Ratio:
+    """Ratio of the medians of field `name`, samples of a server together."""
+
+    def by_server(samples: Sequence[Record]) -> list[list[float]]:
+        return [values(list(same), name) for _, same in groupby(samples, key=server_of)]
+
+    return ratio_of_medians(by_server(above), by_server(below))
+
+
 def speed_up(groups: dict[str, dict[tuple, list[Record]]], arm: str, base: str, shape: tuple) -> Ratio | None:
     """How many times sooner `arm` gives its first token than `base`."""
     ours, theirs = groups.get(arm, {}).get(shape), groups.get(base, {}).get(shape)
-    return ratio_of_medians(values(theirs, "ttft"), values(ours, "ttft")) if ours and theirs else None
+    return ratio_of(theirs, ours, "ttft") if ours and theirs else None
 
 
 def size_of_cache(arm: str) -> str:
@@ -98,7 +121,9 @@ def cold(samples: Samples, suite: str = "cold") -> Section | None:
                 text_of(speed_up(groups, arm, base + size_of_cache(arm), size)) if not arm.startswith(base) else ""
                 for base in ("stock", "equal", "equal-ends")
             ]
-            rows.append((f"{size[0]:,}", arm, str(ttft.count), milliseconds(ttft), f"{rate.median:,.0f}", *ratios))
+            rows.append(
+                (f"{size[0]:,}", arm, count_of(shapes[size]), milliseconds(ttft), f"{rate.median:,.0f}", *ratios)
+            )
     if not rows:
         return None
     header = ("prompt", "arm", "n", "TTFT ms", "tokens/s", "vs stock", "vs equal", "vs equal-ends")
@@ -122,7 +147,14 @@ def branches(samples: Samples, suite: str) -> Section | None:
                 cached = sorted({f"{sample['cached']:,}" for sample in shapes[point]})
                 ratio = speed_up(groups, arm, base_of(arm), point) if arm != base_of(arm) else None
                 rows.append(
-                    (f"{point[0]:,}", arm, str(ttft.count), " / ".join(cached), milliseconds(ttft), text_of(ratio))
+                    (
+                        f"{point[0]:,}",
+                        arm,
+                        count_of(shapes[point]),
+                        " / ".join(cached),
+                        milliseconds(ttft),
+                        text_of(ratio),
+                    )
                 )
     header = ("leaves at", "arm", "n", "cached tokens", "TTFT ms", "times sooner than stock")
     return Section(f"Branches off an 8,192-token prompt, {BRANCHES[suite]}", header, rows) if rows else None
@@ -143,12 +175,12 @@ def decode(samples: Samples) -> Section | None:
             theirs = groups.get(base_of(arm), {}).get(shape)
             ratio = None
             if theirs and arm != base_of(arm):
-                ratio = ratio_of_medians(values(shapes[shape], "steps_per_second"), values(theirs, "steps_per_second"))
+                ratio = ratio_of(shapes[shape], theirs, "steps_per_second")
             rows.append(
                 (
                     f"C{shape[1]}, {shape[0]:,}",
                     arm,
-                    str(tokens.count),
+                    count_of(shapes[shape]),
                     f"{tokens.median:.1f}",
                     f"{acceptance.median:.2f}",
                     f"{steps.median:.1f} ({steps.low:.1f} to {steps.high:.1f})",
@@ -177,7 +209,7 @@ def conversations(samples: Samples) -> Section | None:
             milliseconds(Spread.of(values(kinds[arm][(kind,)], "ttft"))) if (kind,) in kinds[arm] else "-"
             for kind in ("first", "extend", "branch")
         ]
-        rows.append((arm, str(len(turns)), f"{share:.1%}", text_of(cached_ratio), *by_kind, text_of(ttft_ratio)))
+        rows.append((arm, count_of(turns), f"{share:.1%}", text_of(cached_ratio), *by_kind, text_of(ttft_ratio)))
     header = (
         "arm",
         "turns",

