@@ -53,13 +53,23 @@ def main() -> None:
     try:
         status = app(standalone_mode=False)
     except USAGE_ERROR as error:
-        message = " ".join(error.format_message().split())
+        message = " ".join(error.format_message().split()).rstrip(".")
         if message:
-            print(f"error: {message.rstrip('.')}; see kda-prefill --help", file=sys.stderr)
+            print(f"error: {message}{_given(error.__cause__, message)}; see kda-prefill --help", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         status = 130
     sys.exit(status or 0)
+
+
+def _given(cause: BaseException | None, message: str) -> str:
+    """The value that typer's type check refused, where its message does not name it."""
+    from pydantic import ValidationError
+
+    if not isinstance(cause, ValidationError):
+        return ""
+    value = repr(cause.errors()[0]["input"])
+    return "" if value in message else f", not {value}"
 
 
 @app.command()

@@ -137,7 +137,7 @@ def test_table_names_what_matters():
     ("arguments", "named", "way_out"),
     [
         (["plan", "--prompt", "0"], "--prompt 0", "1 to 262143"),
-        (["plan", "--prompt", "many"], "--prompt", "integer"),
+        (["plan", "--prompt", "many"], "'many'", "integer"),
         (["plan", "--dcp", "3"], "--dcp 3", "1, 2, 4 or 8"),
         (["plan", "--mtp", "-1"], "--mtp -1", "0 to 8"),
         (["plan", "--block-size", "24"], "--block-size 24", "multiple of 16"),
