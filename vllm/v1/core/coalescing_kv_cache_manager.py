@@ -140,9 +140,9 @@ class CoalescingKVCacheManager(KVCacheManager):
         granted: dict[int, Pages] = {}
         blocks_in_use: list[KVCacheBlock] = []
         for state in wanted:
-            if self._is_cached(request, state.position):
-                continue
             name = self.block_pool._get_partial_block_hash(request, state.position)
+            if self._is_cached(name):
+                continue
             blocks = self._take_pages(state, name)
             if blocks is None:
                 continue
@@ -189,10 +189,9 @@ class CoalescingKVCacheManager(KVCacheManager):
             if not block.is_null and block.block_hash is None:
                 self._publish(request, manager, block, state)
 
-    def _is_cached(self, request: Request, position: int) -> bool:
-        block_hash = self.block_pool._get_partial_block_hash(request, position)
+    def _is_cached(self, name: BlockHash) -> bool:
         groups = [m.kv_cache_group_id for m in self.mamba_managers]
-        return self.block_pool.get_cached_block(block_hash, groups) is not None
+        return self.block_pool.get_cached_block(name, groups) is not None
 
     def _take_pages(self, state: WantedState, name: BlockHash) -> list[KVCacheBlock] | None:
         count = len(self.mamba_managers)
