@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import itertools
 import random
 import sys
 from collections import deque
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -150,3 +153,36 @@ def test_from_the_same_state_nobody_is_worse_off_than_under_stock(states: Any) -
                 assert layout.budget - sum(mine.values()) < PAGE
     assert count > 800
     assert longer_chunks > 3
+
+
+def preempted_by_a_long_prompt(arm: Arm, num_pages: int, num_short: int) -> set[str]:
+    """Who is preempted while short requests decode beside a prompt that leaves a cached one at 400 of 600 tokens."""
+    layout = Layout(attention_block=PAGE, mamba_block=PAGE, budget=128, long_prefill_threshold=96, max_model_len=1024)
+    engine = Engine.build(dataclasses.replace(layout, num_pages=num_pages), arm)
+    scheduler = engine.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    shared = list(range(600))
+    engine.add("first", shared)
+    while scheduler.requests:
+        engine.step()
+    states = {b.block_id for b in pool.blocks if b.block_hash is not None and get_group_id(b.block_hash) > 0}
+    pool.evict_blocks(states)  # What is left is attention's: a junction, and no state to resume from.
+    engine.add("long", shared[:400] + list(range(5000, 5200)))
+    engine.step()
+    preempted: set[str] = set()
+    for step in itertools.count(1):
+        if not scheduler.requests:
+            return preempted
+        for index in range(2 * step - 2, min(2 * step, num_short)):
+            first = 10_000 + 100 * index
+            engine.add(f"short{index}", list(range(first, first + 12 + step)), max_tokens=6)
+        preempted |= engine.step().preempted_req_ids or set()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("num_short", [2, 4])
+def test_decoding_requests_keep_the_pages_they_grow_into(num_short: int) -> None:
+    """A span that runs on holds its pages a step earlier; whoever decodes meanwhile still finds the next one."""
+    for num_pages in range(46, 62):
+        stock, ours = (preempted_by_a_long_prompt(arm, num_pages, num_short) for arm in ("stock", "coalesced"))
+        assert ours <= stock, num_pages

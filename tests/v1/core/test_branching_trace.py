@@ -77,10 +77,13 @@ def test_cached_tokens_are_not_below_stocks(pages: int, dcp: int, mtp: int) -> N
 
 @pytest.mark.parametrize("branching", [0.0, 0.35, 0.7])
 def test_turns_at_once_lose_next_to_nothing_in_a_tight_pool(branching: float) -> None:
-    """Spans past stock's stops take pages early: only where every other request has room as well."""
+    """Spans past stock's stops take pages early: only where every other request has room as well.
+
+    Of many traces: single misses throw a pool for two requests about, by 10 % of a trace either way.
+    """
     layout = Layout(attention_block=PAGE, mamba_block=PAGE, budget=256, num_pages=120)
-    stock = sum(cached_tokens(layout, "stock", seed, branching, concurrency=4) for seed in range(3))
-    coalesced = sum(cached_tokens(layout, "coalesced", seed, branching, concurrency=4) for seed in range(3))
+    stock = sum(cached_tokens(layout, "stock", seed, branching, concurrency=4) for seed in range(12))
+    coalesced = sum(cached_tokens(layout, "coalesced", seed, branching, concurrency=4) for seed in range(12))
     assert coalesced >= 0.98 * stock
 
 

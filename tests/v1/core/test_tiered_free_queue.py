@@ -49,6 +49,24 @@ def test_without_second_class_the_order_is_stocks() -> None:
     assert [b.block_id for b in pool.get_new_blocks(8)] == [b.block_id for b in stock.get_new_blocks(8)]
 
 
+def test_after_a_reset_every_free_page_is_empty_and_none_is_protected() -> None:
+    pool, queue = make_pool()
+    fill(pool, queue, second_class={2, 5})
+    queue.share = 2
+    before = [block.block_id for block in queue.get_all_free_blocks()]
+    assert pool.reset_prefix_cache()
+    queue.forget()
+    assert queue.num_second_class == 0
+    assert queue.num_free_blocks == 8
+    assert [block.block_id for block in queue.get_all_free_blocks()] == before
+    assert queue.admits(8)
+    taken = pool.get_new_blocks(8)
+    assert [block.block_id for block in taken] == before
+    # Nothing of the old second class clings to the pages.
+    pool.free_blocks(taken)
+    assert queue.num_second_class == 0
+
+
 def test_a_hit_makes_an_entry_first_class() -> None:
     pool, queue = make_pool()
     order = fill(pool, queue, second_class={2})

@@ -234,6 +234,7 @@ class CoalescingKVCacheManager(KVCacheManager):
     def reset_prefix_cache(self) -> bool:
         done = super().reset_prefix_cache()
         if done:
+            self.free_queue.forget()
             self.share.forget()
         return done
 
@@ -292,26 +293,40 @@ class CoalescingKVCacheManager(KVCacheManager):
 
     # Admission.
 
-    def has_room(self, request: Request, num_tokens: int, others: Iterable[Request]) -> bool:
-        """Whether a request's first `num_tokens` tokens can be allocated for sure, states included, and every other
-        request's whole sequence besides.
+    def has_room(self, request: Request, others: Iterable[Request], num_lookahead_tokens: int, decoded: int) -> bool:
+        """Whether a request's whole sequence can be allocated for sure, states included, and besides what every other
+        request needs: its whole sequence too, or where it decodes, what it grows by meanwhile.
 
         A span that runs past a stop of stock's takes pages a step earlier than stock would. In a pool too tight
-        for that, another request would wait, or lose its cached prefix.
+        for that, another request would wait, lose its cached prefix, or be preempted.
 
         Args:
             request: The request whose span is longer than stock's.
-            num_tokens: Tokens that need a slot, those already allocated included.
             others: Requests that run or wait; looked at only until they exceed what is free.
+            num_lookahead_tokens: Tokens after the sequence that `request` needs slots for.
+            decoded: Most tokens that a decoding request needs slots for until `request` has its prompt.
         """
         free = self.block_pool.get_num_free_blocks()
-        needed = self.watermark_blocks + self._most_pages(request, num_tokens)
+        needed = self.watermark_blocks + self._most_pages(request, request.num_tokens + num_lookahead_tokens)
         for other in others:
             if needed > free:
                 break
-            if other is not request:
+            if other is request:
+                continue
+            if other.num_computed_tokens >= other.num_tokens - 1:
+                needed += self._growth(other, decoded)
+            else:
                 needed += self._most_pages(other, other.num_tokens)
         return needed <= free
+
+    def _growth(self, request: Request, num_tokens: int) -> int:
+        """Pages that `num_tokens` more tokens of a decoding request take."""
+        end = request.num_computed_tokens + num_tokens
+        pages = 0
+        for manager in (*self.mamba_managers, *self.attention_managers):
+            columns = math.ceil(end / manager.block_size) + getattr(manager, "num_speculative_blocks", 0)
+            pages += max(columns - len(manager.req_to_blocks.get(request.request_id, ())), 0)
+        return pages
 
     def _most_pages(self, request: Request, num_tokens: int) -> int:
         """Upper bound of the free pages that a request's first `num_tokens` tokens still take: all of a prefix hit

@@ -83,12 +83,21 @@ class TieredFreeQueue:
     def _is_vacant(self, count: int) -> bool:
         """Whether the next `count` pages, second-class ones not counted, hold no entry."""
         count -= self._lists[Tier.EMPTY].num_free_blocks
-        # Entries dropped in place (a cache reset, an eviction by id) leave empty pages in the last list.
+        # Entries dropped in place (an eviction by id) leave empty pages in the last list.
         for block in self._lists[Tier.FIRST_CLASS].iter_blocks_after(None):
             if count <= 0 or block.block_hash is not None:
                 break
             count -= 1
         return count <= 0
+
+    def forget(self) -> None:
+        """Every entry of a free page has been dropped: all free pages are empty, in the order they would have gone."""
+        blocks = self.get_all_free_blocks()
+        for queue in self._lists:
+            queue.popleft_n(queue.num_free_blocks)
+        self.num_free_blocks = 0
+        self._second_class.difference_update(block.block_id for block in blocks)
+        self._put(blocks, Tier.EMPTY)
 
     def refresh(self, block: KVCacheBlock) -> None:
         """Make `block`, free with an entry, the last of its tier to be evicted."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from typing import Any
 
 import vllm.envs as envs
@@ -114,7 +115,7 @@ class CoalescingSchedulerMixin(Scheduler):
         if fallback is None:
             # Stock's own end counts where a page is wider than a chunk may be: it advances inside the page.
             end = max(end, self._span_end(request, start + num_new_tokens))
-            if end > start + stock_tokens and not self._has_room(request, end):
+            if end > start + stock_tokens and not self._has_room(request, start):
                 fallback = Fallback.NO_ROOM
         if fallback is not None:
             self._fallbacks[request.request_id] = fallback
@@ -147,10 +148,12 @@ class CoalescingSchedulerMixin(Scheduler):
             for block_hash, position in self._shared_states.items()
         )
 
-    def _has_room(self, request: Request, end: int) -> bool:
-        prefills = (running for running in self.running if running.is_prefill_chunk)
-        others = itertools.chain(prefills, self.kv_holding_waiting, self.waiting)
-        return self.kv_cache_manager.has_room(request, end + self.num_lookahead_tokens, others)
+    def _has_room(self, request: Request, start: int) -> bool:
+        others = itertools.chain(self.running, self.kv_holding_waiting, self.waiting)
+        # A chunk may be as short as a page, where others share the step.
+        steps = 1 + math.ceil((request.num_prompt_tokens - start) / self.retention.grid.page)
+        decoded = steps * (1 + self.num_spec_tokens) + self.num_lookahead_tokens
+        return self.kv_cache_manager.has_room(request, others, self.num_lookahead_tokens, decoded)
 
     def _span_end(self, request: Request, end: int) -> int:
         """Where a query that could run to `end` ends: with the prompt, or on the page grid."""
