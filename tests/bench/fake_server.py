@@ -115,7 +115,10 @@ def make_app(engine: FakeEngine) -> Starlette:
     async def completions(request: Request) -> Response:
         if engine.fault == "refuses":
             return JSONResponse({"error": "the prompt is too long"}, status_code=400)
-        return StreamingResponse(engine.stream(await request.json()), media_type="text/event-stream")
+        body = await request.json()
+        if engine.fault == "ends when it decodes" and engine.coalesces and body["max_tokens"] > 1:
+            os._exit(3)
+        return StreamingResponse(engine.stream(body), media_type="text/event-stream")
 
     routes = [
         Route("/health", health),

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from vllm_kda_prefill.bench import plan as plans
 from vllm_kda_prefill.bench.arms import make_arm
 from vllm_kda_prefill.bench.budget import Budget
 from vllm_kda_prefill.bench.errors import BenchError
-from vllm_kda_prefill.bench.lanes import in_turns
+from vllm_kda_prefill.bench.lanes import Lane, in_turns
+from vllm_kda_prefill.bench.records import Recorder
 from vllm_kda_prefill.bench.server import Server
 
 FAKE = Path(__file__).with_name("fake_server.py")
@@ -143,6 +147,12 @@ def test_a_run_that_cannot_be_believed_fails_with_one_line(tmp_path, fault, comp
         (("--sizes", "8k"), "--sizes 8k: give positive numbers"),
         (("--only", "cold=ladder"), "--only cold=ladder: give SUITE=ARM"),
         (("--arms", "equal", "--page", "0"), "give --page"),
+        (("--arms", "stock,equal"), "equal is held against ladder; name that one too"),
+        (("--arms", "ladder@300,equal"), "equal is held against ladder; name that one too"),
+        (("--arms", "stock@\u00b2"), "--arms stock@"),
+        (("--only", "warm=stock"), "--only warm: give some of cold"),
+        (("--only", "cold=stock", "--only", "cold=stock"), "name each suite once"),
+        (("--serve", "'x"), "--serve 'x: No closing quotation"),
     ],
 )
 def test_values_that_cannot_be_used_end_with_status_two(arguments, complaint):
@@ -150,6 +160,41 @@ def test_values_that_cannot_be_used_end_with_status_two(arguments, complaint):
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert complaint in line
+
+
+def test_a_command_that_cannot_be_started_ends_with_one_line_and_leaves_an_older_run_alone(tmp_path):
+    (tmp_path / "ab.jsonl").write_text("an older run")
+    done = ab(tmp_path, "--serve", "/nonexistent/x", arms="stock")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: --serve /nonexistent/x: No such file")
+    assert done.stdout == ""
+    assert (tmp_path / "ab.jsonl").read_text() == "an older run"
+
+
+def test_a_suite_without_time_for_a_sample_says_so(tmp_path, monkeypatch):
+    async def run(*_: object) -> None:
+        """Nothing but rounds that are not recorded."""
+
+    monkeypatch.setattr(plans.branches, "run", run)
+    lane = Lane("stock", cast(Any, None))
+    with (
+        Recorder(tmp_path / "a.jsonl", {}) as recorder,
+        pytest.raises(BenchError, match=r"^branches: no sample in its \d+ s; give more --seconds"),
+    ):
+        asyncio.run(plans.run(plans.Plan(suites=("branches",)), [lane], recorder, Budget(30.0)))
+
+
+def test_the_others_go_on_and_are_proven_where_one_server_ends(tmp_path):
+    more = ("--servers", "2", "--keep-going", "--contexts", "8192")
+    done = ab(tmp_path, *more, arms="stock,ladder", suites="decode,conversations", fault="ends when it decodes")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert re.match(r"error: not measured: suite decode \(.*\), ladder; what was is in ", last), last
+    found = records(tmp_path)
+    proven = {record["arm"] for record in found if record["kind"] == "activation" and record["when"] == "after"}
+    served = {record["arm"] for record in found if record["kind"] == "sample" and record["suite"] == "conversations"}
+    assert proven == served == {"stock", "stock#2", "ladder#2"}
 
 
 def test_more_processors_than_there_are_end_with_one_line(tmp_path):

@@ -66,6 +66,41 @@ def test_verdicts_follow_the_interval(tmp_path):
     assert verdicts["conversations, cached tokens with 9 blocks, ladder over stock"] == "missed"
 
 
+def test_turns_are_paired_by_what_they_are_and_only_those_that_everyone_served_count(tmp_path):
+    """A trace that was cut inside a turn, and two servers of an arm: 1.1 whatever the order of the lines."""
+    with Recorder(tmp_path / "a.jsonl", {}) as recorder:
+        for turn in range(9):
+            for arm in ("stock", "ladder", "stock#2", "ladder#2"):
+                if turn == 8 and arm != "stock":
+                    continue
+                ours, base = arm.startswith("ladder"), 1000 * 3**turn
+                cached = {"cached": 1.1 * base if ours else base, "ttft": base / (1.25 if ours else 1.0)}
+                recorder.add(
+                    "sample", suite="conversations", arm=arm, trace=1, turn=turn, what="extend", prompt=10**8, **cached
+                )
+    samples = Samples(read(tmp_path / "a.jsonl"))
+    section = summary.conversations(samples)
+    assert section is not None
+    (row,) = (row for row in section.rows if row[0] == "ladder")
+    assert row[3] == "1.100 (1.100 to 1.100)"
+    assert row[-1] == "1.250 (1.250 to 1.250)"
+    verdicts = bars.section(samples)
+    assert verdicts is not None
+    assert [row[2:] for row in verdicts.rows] == [("1.100 (1.100 to 1.100)", "missed")]
+
+
+def test_conversations_that_found_nothing_have_no_verdict(tmp_path):
+    with Recorder(tmp_path / "a.jsonl", {}) as recorder:
+        for arm in ("stock", "ladder"):
+            turn = {"trace": 1, "turn": 0, "what": "first", "prompt": 5000, "cached": 0, "ttft": 0.05}
+            recorder.add("sample", suite="conversations", arm=arm, **turn)
+    samples = Samples(read(tmp_path / "a.jsonl"))
+    assert bars.section(samples) is None
+    section = summary.conversations(samples)
+    assert section is not None
+    assert [row[3] for row in section.rows] == ["-", "-"]
+
+
 def test_the_page_needs_nothing_beside_it(tmp_path):
     write_run(tmp_path / "a.jsonl")
     written = {path.name for path in render(tmp_path, tmp_path / "out")}

@@ -52,11 +52,28 @@ def test_servers_that_differ_widen_the_interval_however_many_samples_each_gives(
 
 
 def test_ratio_of_sums_resamples_pairs():
-    ratio = ratio_of_sums([(2.0, 1.0), (20.0, 10.0), (0.2, 0.1)])
+    ratio = ratio_of_sums([[2.0, 20.0, 0.2]], [[1.0, 10.0, 0.1]])
     assert (ratio.value, ratio.low, ratio.high) == pytest.approx((2.0, 2.0, 2.0))
 
 
 def test_ratio_of_sums_of_pairs_without_anything_below_has_no_upper_end():
-    ratio = ratio_of_sums([(1.0, 0.0), (1.0, 0.0), (2.0, 1.0)])
+    ratio = ratio_of_sums([[1.0, 1.0, 2.0]], [[0.0, 0.0, 1.0]])
     assert ratio.value == 4.0
     assert ratio.high == float("inf")
+
+
+def test_resamples_with_nothing_on_either_side_are_no_ratio():
+    ratio = ratio_of_sums([[0.0] * 4 + [512.0] * 2], [[0.0] * 4 + [512.0] * 2])
+    assert (ratio.value, ratio.low, ratio.high) == (1.0, 1.0, 1.0)
+
+
+def test_servers_that_say_the_same_do_not_narrow_an_interval_and_servers_that_differ_widen_it():
+    source = np.random.default_rng(11)
+    above, below = source.normal(1.0, 0.3, 60).tolist(), source.normal(1.0, 0.3, 60).tolist()
+    once, twice = ratio_of_sums([above], [below]), ratio_of_sums([above, above], [below, below])
+    assert twice.high - twice.low == pytest.approx(once.high - once.low, rel=0.1)
+    assert twice.value == pytest.approx(once.value)
+    slower = [1.2 * value for value in below]
+    apart = ratio_of_sums([below, slower], [below, below])
+    assert apart.low <= 1.0
+    assert apart.high >= 1.2

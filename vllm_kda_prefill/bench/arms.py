@@ -66,7 +66,7 @@ def make_arm(text: str, page: int) -> Arm:
         BenchError: There is no such arm.
     """
     kind, at, blocks = text.partition("@")
-    if kind not in KINDS or (at and not (blocks.isdigit() and int(blocks) > 0)):
+    if kind not in KINDS or (at and not (blocks.isascii() and blocks.isdigit() and int(blocks) > 0)):
         raise BenchError(f"--arms {text}: give some of {', '.join(KINDS)}, with @BLOCKS for a KV cache of that size")
     coalesces = kind in ("ladder", "replay")
     environment = {GATE: str(int(coalesces)), LOG_LIMIT: str(LOGGED_PLANS if coalesces else 0)}

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vllm_kda_prefill.bench import summary
-from vllm_kda_prefill.bench.stats import Ratio, ratio_of_sums
-from vllm_kda_prefill.bench.summary import Samples, Section, ratio_of, speed_up, values
+from vllm_kda_prefill.bench.stats import Ratio
+from vllm_kda_prefill.bench.summary import Samples, Section, ratio_by_turn, ratio_of, speed_up
 
 AGAINST_EQUAL = {8192: 1.50, 16384: 1.10, 32768: 1.05}
 AGAINST_STOCK = 0.99
@@ -76,10 +76,11 @@ def _conversations(samples: Samples) -> Iterator[Bar]:
     for arm, shapes in groups.items():
         kind, at, blocks = arm.partition("@")
         base = groups.get("stock" + at + blocks, {}).get(())
-        if kind == "ladder" and base and sum(values(base, "cached")):
-            pairs = list(zip(values(shapes[()], "cached"), values(base, "cached"), strict=False))
+        if kind == "ladder" and base:
             cache = f"with {blocks} blocks" if at else "with ample memory"
-            yield Bar(f"conversations, cached tokens {cache}, ladder over stock", CACHED[at], ratio_of_sums(pairs))
+            ratio = ratio_by_turn(shapes[()], base, "cached")
+            if ratio:
+                yield Bar(f"conversations, cached tokens {cache}, ladder over stock", CACHED[at], ratio)
 
 
 def section(samples: Samples) -> Section | None:

@@ -48,17 +48,22 @@ def finish(run: Coroutine[Any, Any, None], output: Path) -> None:
     from vllm_kda_prefill.bench.summary import sections
     from vllm_kda_prefill.bench.tables import print_sections
 
-    failure = None
+    failure, before = None, written(output)
     try:
         asyncio.run(run)
     except BenchError as error:
         failure = error
-    if output.exists():
+    if written(output) != before:
         print_sections(sections(list(read(output))))
         print(f"samples: {output}")
     if failure is not None:
         print(f"error: {failure}", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def written(output: Path) -> int:
+    """When a file was written, 0 where there is none: a run that failed early leaves an older one as it was."""
+    return output.stat().st_mtime_ns if output.exists() else 0
 
 
 def make_plan(**settings: Any) -> Plan:
@@ -204,7 +209,7 @@ def ab(
     What follows -- is given to every vllm serve. All servers share the GPU: give each a part of its memory, as
     with --gpu-memory-utilization 0.2 and --kv-cache-memory-bytes.
     """
-    from vllm_kda_prefill.bench.arms import make_arm, servers_of
+    from vllm_kda_prefill.bench.arms import arm_of, make_arm, servers_of
     from vllm_kda_prefill.bench.errors import BenchError
     from vllm_kda_prefill.bench.runner import measure_arms
     from vllm_kda_prefill.bench.server import SERVE
@@ -214,22 +219,31 @@ def ab(
     if len(set(names)) != len(names):
         raise typer.BadParameter(f"--arms {arms}: name each arm once")
     try:
+        command = tuple(shlex.split(serve)) or SERVE
+    except ValueError as error:
+        raise typer.BadParameter(f"--serve {serve}: {error}; quote it as a shell would") from None
+    try:
         chosen = [server for name in names for server in servers_of(make_arm(name, page), servers)]
     except BenchError as error:
         raise typer.BadParameter(str(error)) from None
+    for arm in chosen:
+        if arm.equal_to and arm_of(arm.equal_to) not in names:
+            raise typer.BadParameter(f"--arms {arms}: {arm.name} is held against {arm.equal_to}; name that one too")
+    chosen_suites = [read_only(text, names) for text in only or []]
+    if len(dict(chosen_suites)) < len(chosen_suites):
+        raise typer.BadParameter(f"--only {' --only '.join(only or [])}: name each suite once")
     plan = make_plan(
-        suites=tuple(suites.split(",")),
+        suites=tuple(suite.strip() for suite in suites.split(",")),
         sizes=numbers(sizes, "--sizes"),
         growth_sizes=numbers(growth_sizes, "--growth-sizes"),
         contexts=numbers(contexts, "--contexts"),
-        only=dict(read_only(text, names) for text in only or []),
+        only=dict(chosen_suites),
         samples=samples,
         output_tokens=output_tokens,
         workload=Conversations(turns=turns, branching=branching, seed=seed),
         traces=traces,
         seed=seed,
     )
-    command = tuple(shlex.split(serve)) or SERVE
     finish(
         measure_arms(
             chosen, model, context.args, plan, output, logs, seconds, start_seconds, keep_going, command, processors

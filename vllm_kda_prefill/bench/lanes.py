@@ -36,6 +36,11 @@ class Lane:
     server: Server | None = None
     cold_prefills: int = field(default=0, init=False)
 
+    @property
+    def is_up(self) -> bool:
+        """Whether its server, where it was started here, has not ended."""
+        return self.server is None or self.server.is_running
+
     async def cold(self, tokens: list[int], max_tokens: int = 1) -> Answer:
         """Send a prompt that nobody has sent before.
 

@@ -49,9 +49,10 @@ class Plan:
     only: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for suite in (*self.suites, *self.only):
-            if suite not in SHARES:
-                raise BenchError(f"--suites {suite}: give some of {', '.join(SHARES)}")
+        for option, suites in (("--suites", self.suites), ("--only", self.only)):
+            for suite in suites:
+                if suite not in SHARES:
+                    raise BenchError(f"{option} {suite}: give some of {', '.join(SHARES)}")
         counts = (*self.sizes, *self.growth_sizes, *self.points, *self.contexts, self.samples, self.output_tokens)
         if not self.sizes or min(counts) < 1:
             raise BenchError("sizes, points, contexts, --samples and --output-tokens are all at least 1")
@@ -68,20 +69,25 @@ async def run(
     """Run the plan's suites, each in its share of what is left of the budget.
 
     Returns:
-        Suites that failed, with `keep_going`.
+        Suites that failed and arms whose server ended, with `keep_going`.
 
     Raises:
-        BenchError: A suite failed, without `keep_going`.
+        BenchError: A suite failed or a server ended, without `keep_going`.
     """
-    failed = []
+    failed: list[str] = []
+    lanes = list(lanes)
     pending = [suite for suite in SHARES if suite in plan.suites]
     while pending:
         suite = pending[0]
+        lanes = _living(lanes, recorder, keep_going, failed)
         share = budget.share(SHARES[suite] / sum(SHARES[name] for name in pending))
         names = plan.only.get(suite)
         taking_part = [lane for lane in lanes if names is None or arm_of(lane.name) in names]
         try:
+            before, seconds = recorder.samples, share.left
             await _run_suite(suite, plan, taking_part, recorder, share)
+            if taking_part and recorder.samples == before:
+                raise BenchError(f"{suite}: no sample in its {seconds:.0f} s; give more --seconds or fewer suites")
         except BenchError as error:
             if not keep_going:
                 raise
@@ -89,6 +95,23 @@ async def run(
             failed.append(f"suite {suite} ({error})")
         pending.pop(0)
     return failed
+
+
+def _living(lanes: list[Lane], recorder: Recorder, keep_going: bool, failed: list[str]) -> list[Lane]:
+    """The lanes whose servers have not ended.
+
+    Raises:
+        BenchError: One has, without `keep_going`.
+    """
+    for lane in lanes:
+        if lane.is_up:
+            continue
+        error = BenchError(f"arm {lane.name}: its server ended while it was measured; see its log")
+        if not keep_going:
+            raise error
+        recorder.add("left out", arm=lane.name, error=str(error))
+        failed.append(lane.name)
+    return [lane for lane in lanes if lane.is_up]
 
 
 async def _run_suite(suite: str, plan: Plan, lanes: Sequence[Lane], recorder: Recorder, budget: Budget) -> None:

@@ -80,10 +80,12 @@ class Recorder:
         except OSError as error:
             raise BenchError(f"--output {path}: {error.strerror}; name a file in a folder you can write to") from None
         self.path = path
+        self.samples = 0
         command = [Path(sys.argv[0]).name, *sys.argv[1:]]
         self.add("run", command=command, configuration=dict(configuration), **environment())
 
     def add(self, kind: str, **values: Any) -> None:
+        self.samples += kind == "sample"
         self._file.write(json.dumps({"kind": kind, **values}) + "\n")
         self._file.flush()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 
 from vllm_kda_prefill.bench import plan as plans
-from vllm_kda_prefill.bench.arms import Arm
+from vllm_kda_prefill.bench.arms import Arm, arm_of
 from vllm_kda_prefill.bench.budget import Budget
 from vllm_kda_prefill.bench.client import Client
 from vllm_kda_prefill.bench.errors import BenchError
@@ -58,7 +58,15 @@ async def measure_lanes(
     say(f"{', '.join(plan.suites)}: {budget.left:.0f} s left")
     failures += await plans.run(plan, [lane for lane, _, _ in ready], recorder, budget, keep_going)
     for lane, reading, cold in ready:
-        await check_after(lane, reading, cold, recorder)
+        try:
+            await check_after(lane, reading, cold, recorder)
+        except BenchError as error:
+            if not keep_going:
+                raise
+            # What it measured stays in the file, marked as unproven.
+            recorder.add("left out", arm=lane.name, error=f"arm {lane.name}, after it was measured: {error}")
+            if lane.name not in failures:
+                failures.append(lane.name)
     return failures
 
 
@@ -67,10 +75,22 @@ async def _prepare(lane: Lane, lanes: Sequence[Lane], plan: Plan, recorder: Reco
     if set(plan.suites) - {"conversations"}:
         await warm_up.warm_up(lane, plan.sizes, plan.seed)
     await warm_up.probe(lane, plan.sizes, plan.seed, recorder)
-    for other in lanes:
-        if lane.arm and lane.arm.equal_to == other.name:
-            await warm_up.probe_equal_retention(lane, other, plan.sizes[0], plan.seed, recorder)
+    if lane.arm is not None and lane.arm.equal_to:
+        other = _like(lane.arm.equal_to, lanes)
+        await warm_up.probe_equal_retention(lane, other, plan.sizes[0], plan.seed, recorder)
     return await check_before(lane, recorder)
+
+
+def _like(name: str, lanes: Sequence[Lane]) -> Lane:
+    """The server of that name, or where it is not up another one of its arm.
+
+    Raises:
+        BenchError: None is up.
+    """
+    found = [lane for lane in lanes if arm_of(lane.name) == arm_of(name) and lane.is_up]
+    if not found:
+        raise BenchError(f"arm {arm_of(name)} is not up, and the arm that has to keep its states is left out with it")
+    return next((lane for lane in found if lane.name == name), found[0])
 
 
 async def measure_url(

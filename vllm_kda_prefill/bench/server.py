@@ -66,7 +66,7 @@ class Server:
             output = self.log.open("w")
         except OSError as error:
             raise BenchError(f"--logs {logs}: {error.strerror}; name a folder you can write to") from None
-        with output:
+        try:
             self._process = subprocess.Popen(
                 self.command,
                 env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", **arm.environment},
@@ -75,6 +75,12 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        except OSError as error:
+            raise BenchError(
+                f"--serve {serve[0]}: {error.strerror}; name a command that serves as vllm serve"
+            ) from None
+        finally:
+            output.close()
         if processors:
             # It has started nothing yet: its threads and processes will all be where it is.
             os.sched_setaffinity(self._process.pid, processors)

@@ -85,17 +85,28 @@ def _resampled_medians(servers: Sequence[np.ndarray], source: np.random.Generato
     return np.asarray([median() for _ in range(RESAMPLES)])
 
 
-def ratio_of_sums(pairs: Sequence[tuple[float, float]], seed: int = 0) -> Ratio:
-    """Sum of the left values over sum of the right ones, with an interval from resampling the pairs.
+def ratio_of_sums(above: Sequence[Sequence[float]], below: Sequence[Sequence[float]], seed: int = 0) -> Ratio:
+    """Sum of `above` over sum of `below`, of pairs, with an interval from resampling the pairs.
 
-    Some right value is above 0.
+    Where a side had several servers, a pair counts with the mean of theirs, and servers are drawn first.
+
+    Args:
+        above: What each server of the one side had of every pair; `[servers][pairs]`.
+        below: The same of the other side, of the same pairs; some value is above 0.
+        seed: Of the resampling.
     """
     source = np.random.default_rng(seed)
-    values = np.asarray(pairs, dtype=float)
-    sums = values[source.integers(0, len(values), (RESAMPLES, len(values)))].sum(axis=1)
-    with np.errstate(divide="ignore"):
-        ratios = sums[:, 0] / sums[:, 1]
+    sides = [np.asarray(values, dtype=float) for values in (above, below)]
+    servers = [source.integers(0, len(side), (RESAMPLES, len(side))) for side in sides]
+    pairs = source.integers(0, sides[0].shape[1], (RESAMPLES, sides[0].shape[1]))
+    left, right = (
+        np.take_along_axis(side[drawn].mean(axis=1), pairs, axis=1).sum(axis=1)
+        for side, drawn in zip(sides, servers, strict=True)
+    )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = left / right
+    # Resamples with nothing on either side say nothing.
+    ratios = ratios[~np.isnan(ratios)]
     # Observed ends: one may be infinite, where a resample has nothing below.
     low, high = np.percentile(ratios, [50 - 50 * LEVEL, 50 + 50 * LEVEL], method="closest_observation")
-    left, right = values.sum(axis=0)
-    return Ratio(float(left / right), float(low), float(high))
+    return Ratio(float(sides[0].mean(axis=0).sum() / sides[1].mean(axis=0).sum()), float(low), float(high))

@@ -84,6 +84,20 @@ def ratio_of(above: Sequence[Record], below: Sequence[Record], name: str) -> Rat
     return ratio_of_medians(by_server(above), by_server(below))
 
 
+def ratio_by_turn(above: Sequence[Record], below: Sequence[Record], name: str) -> Ratio | None:
+    """Ratio of the sums of field `name` over the turns that every server of both sides has served."""
+    sides = [[list(same) for _, same in groupby(samples, key=server_of)] for samples in (above, below)]
+    served = [[{turn_of(turn): turn[name] for turn in server} for server in side] for side in sides]
+    common = set.intersection(*(set(server) for side in served for server in side))
+    left, right = ([[server[turn] for turn in sorted(common)] for server in side] for side in served)
+    return ratio_of_sums(left, right) if any(map(any, right)) else None
+
+
+def turn_of(sample: Record) -> tuple[int, int]:
+    """Which turn of which trace a sample is of."""
+    return sample["trace"], sample["turn"]
+
+
 def speed_up(groups: dict[str, dict[tuple, list[Record]]], arm: str, base: str, shape: tuple) -> Ratio | None:
     """How many times sooner `arm` gives its first token than `base`."""
     ours, theirs = groups.get(arm, {}).get(shape), groups.get(base, {}).get(shape)
@@ -201,10 +215,9 @@ def conversations(samples: Samples) -> Section | None:
         share = sum(values(turns, "cached")) / sum(values(turns, "prompt"))
         base = groups.get(base_of(arm), {}).get(())
         cached_ratio = ttft_ratio = None
-        if base and arm != base_of(arm) and sum(values(base, "cached")):
-            pairs = list(zip(values(turns, "cached"), values(base, "cached"), strict=False))
-            cached_ratio = ratio_of_sums(pairs)
-            ttft_ratio = ratio_of_sums(list(zip(values(base, "ttft"), values(turns, "ttft"), strict=False)))
+        if base and arm != base_of(arm):
+            cached_ratio = ratio_by_turn(turns, base, "cached")
+            ttft_ratio = ratio_by_turn(base, turns, "ttft")
         by_kind = [
             milliseconds(Spread.of(values(kinds[arm][(kind,)], "ttft"))) if (kind,) in kinds[arm] else "-"
             for kind in ("first", "extend", "branch")
