@@ -16,10 +16,11 @@ NOISE = 0.1
 class MadeUpArm:
     """Answers steps as an engine would that reuses what its arm retains."""
 
-    def __init__(self, arm: Arm, noise: float = 0.0, fault: float = 0.0) -> None:
+    def __init__(self, arm: Arm, noise: float = 0.0, fault: float = 0.0, longest: int = 32768) -> None:
         self.arm = arm
         self.noise = noise
         self.fault = fault
+        self.longest = longest
         self.has_base = False
         self.zeroed = False
 
@@ -38,8 +39,12 @@ class MadeUpArm:
         (prompt,) = step["generate"]
         cached = self._cached(prompt)
         self.has_base |= prompt == engine.BASE
-        repeatable = len(prompt) <= 2048
-        shift = 0.0 if repeatable else self.noise
+        repeats = len(prompt) <= 2048 and self.arm.label == "again"
+        shift = (
+            0.0
+            if repeats or len(prompt) > self.longest or (len(prompt) <= 1024 and self.arm.backend == "flashkda")
+            else self.noise
+        )
         if cached:
             shift += NOISE + self.fault + (5.0 if self.zeroed else 0.0)
         likeliest = str(sum(prompt) % 31900)
@@ -71,6 +76,7 @@ def judge_all(runs: Any) -> None:
     engine.test_the_random_model_depends_on_its_prompt(stock)
     engine.test_stock_repeats_itself_where_attention_takes_every_token(stock, again)
     engine.test_stock_hits_its_one_state_only(stock, again)
+    engine.test_answers_to_other_prompts_are_farther_off_than_that(stock, stocks_own)
     engine.test_flashkda_with_at_most_one_export_is_stock_to_the_last_bit(runs, stock)
     engine.test_a_planted_wrong_state_fails_the_test_above(runs, stock)
     for arm in engine.COALESCED:
@@ -84,10 +90,11 @@ def test_answers_as_far_apart_as_stocks_own_pass():
     judge_all(MadeUpRuns({"native": MadeUpArm(engine.ARMS["native"][0], noise=NOISE)}))
 
 
+@pytest.mark.parametrize("longest", [2048, 32768], ids=["short prompts", "any"])
 @pytest.mark.parametrize("arm", engine.COALESCED)
-def test_a_cold_answer_that_is_too_far_off_fails(arm):
+def test_a_cold_answer_that_is_too_far_off_fails(arm, longest):
     with pytest.raises(AssertionError):
-        judge_all(MadeUpRuns({arm: MadeUpArm(engine.ARMS[arm][0], noise=3 * NOISE)}))
+        judge_all(MadeUpRuns({arm: MadeUpArm(engine.ARMS[arm][0], noise=3 * NOISE, longest=longest)}))
 
 
 @pytest.mark.parametrize("arm", engine.COALESCED)
