@@ -72,6 +72,12 @@ def lookup_grid(manager: KVCacheManager) -> LookupGrid:
     )
 
 
+def _columns_to_come(manager: SingleTypeKVCacheManager, request: Request, num_tokens: int, more: int = 0) -> int:
+    """Columns that a request's block table in one group lacks for `num_tokens` tokens and `more` columns."""
+    columns = -(-num_tokens // manager.block_size) + more
+    return max(columns - len(manager.req_to_blocks.get(request.request_id, ())), 0)
+
+
 class CoalescingKVCacheManager(KVCacheManager):
     """`KVCacheManager` that grants pages to exports and keeps unwritten blocks out of the prefix cache."""
 
@@ -322,11 +328,10 @@ class CoalescingKVCacheManager(KVCacheManager):
     def _growth(self, request: Request, num_tokens: int) -> int:
         """Pages that `num_tokens` more tokens of a decoding request take."""
         end = request.num_computed_tokens + num_tokens
-        pages = 0
-        for manager in (*self.mamba_managers, *self.attention_managers):
-            columns = math.ceil(end / manager.block_size) + getattr(manager, "num_speculative_blocks", 0)
-            pages += max(columns - len(manager.req_to_blocks.get(request.request_id, ())), 0)
-        return pages
+        # One group stands for all of its kind: a busy server asks this for hundreds of requests.
+        recurrent = self.mamba_managers[0]
+        pages = len(self.mamba_managers) * _columns_to_come(recurrent, request, end, recurrent.num_speculative_blocks)
+        return pages + sum(_columns_to_come(manager, request, end) for manager in self.attention_managers)
 
     def _most_pages(self, request: Request, num_tokens: int) -> int:
         """Upper bound of the free pages that a request's first `num_tokens` tokens still take: all of a prefix hit
@@ -340,8 +345,7 @@ class CoalescingKVCacheManager(KVCacheManager):
                 # Scratch, of a size that has nothing to do with tokens (the indexer's open pool: one block a request).
                 pages += manager.get_num_blocks_to_allocate(request.request_id, num_tokens, (), 0, 0, num_tokens)
             else:
-                held = len(manager.req_to_blocks.get(request.request_id, ()))
-                pages += max(math.ceil(num_tokens / manager.block_size) - held, 0) + 1
+                pages += _columns_to_come(manager, request, num_tokens) + 1
         return pages
 
     # Guards.

@@ -91,13 +91,10 @@ class TieredFreeQueue:
         return count <= 0
 
     def forget(self) -> None:
-        """Every entry of a free page has been dropped: all free pages are empty, in the order they would have gone."""
-        blocks = self.get_all_free_blocks()
-        for queue in self._lists:
-            queue.popleft_n(queue.num_free_blocks)
-        self.num_free_blocks = 0
-        self._second_class.difference_update(block.block_id for block in blocks)
-        self._put(blocks, Tier.EMPTY)
+        """Every entry of a free page has been dropped: all free pages are empty, in the order of their tiers."""
+        count = self.num_free_blocks
+        tiers = (Tier.EMPTY, Tier.SECOND_CLASS, Tier.FIRST_CLASS)
+        self._put(self._take(count, *((tier, count) for tier in tiers)), Tier.EMPTY)
 
     def refresh(self, block: KVCacheBlock) -> None:
         """Make `block`, free with an entry, the last of its tier to be evicted."""
