@@ -78,7 +78,7 @@ def test_every_suite_over_three_arms(tmp_path):
     assert probes == ["cold 8192", "cold 9000", "repeated", "extended", "branches of equal"]
 
 
-def test_two_servers_an_arm_on_processors_of_their_own(tmp_path):
+def test_two_servers_an_arm(tmp_path):
     arguments = ("--servers", "2", "--only", "cold=ladder,equal", "--growth-sizes", "2048")
     done = ab(tmp_path, *arguments, suites="cold,growth", arms="ladder,equal,stock")
     assert done.returncode == 0, done.stderr

@@ -39,12 +39,8 @@ class MadeUpArm:
         (prompt,) = step["generate"]
         cached = self._cached(prompt)
         self.has_base |= prompt == engine.BASE
-        repeats = len(prompt) <= 2048 and self.arm.label == "again"
-        shift = (
-            0.0
-            if repeats or len(prompt) > self.longest or (len(prompt) <= 1024 and self.arm.backend == "flashkda")
-            else self.noise
-        )
+        exact = 2048 if self.arm.label == "again" else 1024 if self.arm.backend == "flashkda" else 0
+        shift = self.noise if exact < len(prompt) <= self.longest else 0.0
         if cached:
             shift += NOISE + self.fault + (5.0 if self.zeroed else 0.0)
         likeliest = str(sum(prompt) % 31900)

@@ -229,15 +229,15 @@ def ab(
     for arm in chosen:
         if arm.equal_to and arm_of(arm.equal_to) not in names:
             raise typer.BadParameter(f"--arms {arms}: {arm.name} is held against {arm.equal_to}; name that one too")
-    chosen_suites = [read_only(text, names) for text in only or []]
-    if len(dict(chosen_suites)) < len(chosen_suites):
+    restricted = [read_only(text, names) for text in only or []]
+    if len(dict(restricted)) < len(restricted):
         raise typer.BadParameter(f"--only {' --only '.join(only or [])}: name each suite once")
     plan = make_plan(
         suites=tuple(suite.strip() for suite in suites.split(",")),
         sizes=numbers(sizes, "--sizes"),
         growth_sizes=numbers(growth_sizes, "--growth-sizes"),
         contexts=numbers(contexts, "--contexts"),
-        only=dict(chosen_suites),
+        only=dict(restricted),
         samples=samples,
         output_tokens=output_tokens,
         workload=Conversations(turns=turns, branching=branching, seed=seed),

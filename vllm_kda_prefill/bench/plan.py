@@ -103,15 +103,17 @@ def _living(lanes: list[Lane], recorder: Recorder, keep_going: bool, failed: lis
     Raises:
         BenchError: One has, without `keep_going`.
     """
+    living = []
     for lane in lanes:
         if lane.is_up:
+            living.append(lane)
             continue
         error = BenchError(f"arm {lane.name}: its server ended while it was measured; see its log")
         if not keep_going:
             raise error
         recorder.add("left out", arm=lane.name, error=str(error))
         failed.append(lane.name)
-    return [lane for lane in lanes if lane.is_up]
+    return living
 
 
 async def _run_suite(suite: str, plan: Plan, lanes: Sequence[Lane], recorder: Recorder, budget: Budget) -> None:

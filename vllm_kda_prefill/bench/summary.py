@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from vllm_kda_prefill.bench.arms import KINDS, arm_of
 from vllm_kda_prefill.bench.records import Record
@@ -35,12 +34,10 @@ class Samples:
     """Samples of one run, by suite, arm and shape."""
 
     def __init__(self, records: Iterable[Record]) -> None:
-        found = (record for record in records if record["kind"] == "sample")
-        # An arm's first server first, so that two arms' samples pair up whatever the order of the turns was.
-        self.all = sorted(found, key=server_of)
+        self.all = [record for record in records if record["kind"] == "sample"]
 
     def groups(self, suite: str, *shape: str) -> dict[str, dict[tuple, list[Record]]]:
-        """Arm -> values of `shape` -> samples of all its servers, those of a server in the order of the run."""
+        """Arm -> values of `shape` -> samples of all its servers, in the order of the run."""
         found: dict[str, dict[tuple, list[Record]]] = defaultdict(lambda: defaultdict(list))
         for sample in self.all:
             if sample["suite"] == suite:
@@ -48,9 +45,12 @@ class Samples:
         return {arm: dict(found[arm]) for arm in sorted(found, key=rank)}
 
 
-def server_of(sample: Record) -> str:
-    """Which of its arm's servers made a sample."""
-    return sample.get("arm", "").partition("#")[2]
+def by_server(samples: Sequence[Record]) -> list[list[Record]]:
+    """An arm's samples, those of a server together."""
+    found: dict[str, list[Record]] = defaultdict(list)
+    for sample in samples:
+        found[sample["arm"]].append(sample)
+    return [found[server] for server in sorted(found)]
 
 
 def rank(arm: str) -> tuple[int, str]:
@@ -66,7 +66,7 @@ def values(samples: Sequence[Record], name: str) -> list[float]:
 
 def count_of(samples: Sequence[Record]) -> str:
     """How many samples, and of how many servers if of several."""
-    servers = len({server_of(sample) for sample in samples})
+    servers = len(by_server(samples))
     return f"{len(samples)} of {servers} servers" if servers > 1 else str(len(samples))
 
 
@@ -76,26 +76,20 @@ def cold_rates(samples: Sequence[Record]) -> list[float]:
 
 
 def ratio_of(above: Sequence[Record], below: Sequence[Record], name: str) -> Ratio:
-    """Ratio of the medians of field `name`, samples of a server together."""
-
-    def by_server(samples: Sequence[Record]) -> list[list[float]]:
-        return [values(list(same), name) for _, same in groupby(samples, key=server_of)]
-
-    return ratio_of_medians(by_server(above), by_server(below))
+    """Ratio of the medians of field `name`."""
+    left, right = ([values(same, name) for same in by_server(side)] for side in (above, below))
+    return ratio_of_medians(left, right)
 
 
 def ratio_by_turn(above: Sequence[Record], below: Sequence[Record], name: str) -> Ratio | None:
     """Ratio of the sums of field `name` over the turns that every server of both sides has served."""
-    sides = [[list(same) for _, same in groupby(samples, key=server_of)] for samples in (above, below)]
-    served = [[{turn_of(turn): turn[name] for turn in server} for server in side] for side in sides]
+    served = [
+        [{(turn["trace"], turn["turn"]): turn[name] for turn in same} for same in by_server(side)]
+        for side in (above, below)
+    ]
     common = set.intersection(*(set(server) for side in served for server in side))
     left, right = ([[server[turn] for turn in sorted(common)] for server in side] for side in served)
     return ratio_of_sums(left, right) if any(map(any, right)) else None
-
-
-def turn_of(sample: Record) -> tuple[int, int]:
-    """Which turn of which trace a sample is of."""
-    return sample["trace"], sample["turn"]
 
 
 def speed_up(groups: dict[str, dict[tuple, list[Record]]], arm: str, base: str, shape: tuple) -> Ratio | None:
