@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.compare import LISTED
 from tests.engine.glm import write_config
@@ -35,6 +36,7 @@ class Arm:
     split: tuple[str, str] | None = ("512", "512")
     cache_gib: int = 2
     budget: int = 8192
+    log_limit: int = 100
     label: str = ""
 
     @property
@@ -77,7 +79,7 @@ class Arm:
             **{name: value for name, value in os.environ.items() if name not in SPLIT},
             GATE: str(int(self.gate)),
             "VLLM_B12X_KDA_PREFILL_RETENTION": self.policy,
-            "VLLM_B12X_KDA_PREFILL_COALESCING_LOG_LIMIT": "100",
+            "VLLM_B12X_KDA_PREFILL_COALESCING_LOG_LIMIT": str(self.log_limit),
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             **split,
         }
@@ -143,6 +145,12 @@ def run(arm: Arm, model: Path, steps: list[dict[str, Any]], folder: Path) -> lis
         process.close()
 
 
+def _engines_that_fit(gib: int) -> int:
+    """How many engines that peak at so many GiB, weights and their making included, the GPU's free memory holds."""
+    free, _ = torch.cuda.mem_get_info()
+    return max(1, free // (gib << 30))
+
+
 class Runs:
     """Every arm's answers, a few engines at a time on the one GPU; an arm that failed fails the tests that ask for it.
 
@@ -154,6 +162,7 @@ class Runs:
         self.folder = Path(os.environ.get("KDA_ENGINE_LOGS", folder))
         self.arms = {name: arm for name, (arm, _) in arms.items()}
         self.model = write_config(folder / "glm")
+        at_once = min(at_once, _engines_that_fit(18 + max(arm.cache_gib for arm in self.arms.values())))
         chosen = os.environ.get("KDA_ENGINE_ARMS")
         names = [name.strip() for name in chosen.split(",")] if chosen else list(arms)
         with ThreadPoolExecutor(at_once) as pool:

@@ -4,6 +4,7 @@ Usage: run_arm.py ENGINE.json RESULT_FD. Takes one JSON step a line on stdin and
 the file descriptor. A step is one of
 
 - `{"generate": [[token, ...], ...], "max_tokens": n, "logprobs": k}`: prompts sent at once
+- `{"decode": [[token, ...], ...], "steps": n}`: prompts sent at once; when all decode, n steps are timed
 - `{"reset": true}`: empty the prefix cache
 - `{"zero_state": position}`: zero every page that holds a state of `position` tokens (a planted fault)
 - `{"summary": true}`: what the engine is and what its planner counted
@@ -21,6 +22,14 @@ from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+PARTS = (
+    ("scheduler", "schedule"),
+    ("scheduler", "update_from_output"),
+    ("model_executor", "execute_model"),
+    ("model_executor", "sample_tokens"),
+)
+"""Calls of the engine core that make up a step, next to waiting for the GPU."""
 
 
 def _answer(output: Any, seconds: float) -> dict[str, Any]:
@@ -45,6 +54,51 @@ def _generate(llm: Any, step: dict[str, Any]) -> list[dict[str, Any]]:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - begin
     return [_answer(output, seconds) for output in outputs]
+
+
+def _decode(llm: Any, step: dict[str, Any], parts: dict[str, float]) -> dict[str, Any]:
+    """Milliseconds of every timed step, and what each of `parts` and the processors took of a step on average."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    steps = step["steps"]
+    # Tokens that arrive before the timed steps, after the last prompt's first one, and in flight behind them.
+    params = SamplingParams(temperature=0.0, max_tokens=steps + 64, ignore_eos=True)
+    names = [f"decode-{number}" for number in range(len(step["decode"]))]
+    for name, tokens in zip(names, step["decode"], strict=True):
+        engine.add_request(name, {"prompt_token_ids": tokens}, params)
+    produced = dict.fromkeys(names, 0)
+    while min(produced.values()) < 4:
+        for output in engine.step():
+            produced[output.request_id] = len(output.outputs[0].token_ids)
+    parts.update(dict.fromkeys(parts, 0.0))
+    times, answered = [], 0
+    cpu = time.process_time()
+    for _ in range(steps):
+        begin = time.perf_counter()
+        answered += len(engine.step())
+        times.append((time.perf_counter() - begin) * 1e3)
+    cpu = time.process_time() - cpu
+    means = {name: seconds * 1e3 / steps for name, seconds in parts.items()}
+    engine.abort_request(names)
+    while engine.engine_core.engine_core.batch_queue:  # Steps in flight, of requests that are gone.
+        engine.step()
+    return {"times": times, "full": answered == steps * len(names), "cpu": cpu * 1e3 / steps, **means}
+
+
+def _timed(owner: Any, name: str, parts: dict[str, float]) -> None:
+    """Add up in `parts` what calls of the owner's method take."""
+    method = getattr(owner, name)
+    parts[name] = 0.0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            parts[name] += time.perf_counter() - begin
+
+    setattr(owner, name, call)
 
 
 def _zero_state(core: Any, position: int) -> int:
@@ -76,12 +130,17 @@ def main() -> None:
 
     llm: Any = LLM(**engine)
     core = llm.llm_engine.engine_core.engine_core
+    parts: dict[str, float] = {}
+    for owner, name in PARTS:
+        _timed(getattr(core, owner), name, parts)
     with os.fdopen(int(sys.argv[2]), "w") as results:
         for line in sys.stdin:
             step = json.loads(line)
             answer: Any
             if "generate" in step:
                 answer = _generate(llm, step)
+            elif "decode" in step:
+                answer = _decode(llm, step, parts)
             elif "reset" in step:
                 answer = llm.reset_prefix_cache()
             elif "zero_state" in step:
