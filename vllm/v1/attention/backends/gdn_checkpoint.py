@@ -41,10 +41,11 @@ class GroupRows:
     @classmethod
     def of(cls, rows: CheckpointRows | None, group_id: int) -> GroupRows:
         """The share of `group_id` in a batch's rows, or the empty share."""
-        if rows is None:
-            nothing = np.zeros((0, MAX_CHECKPOINTS), np.int32)
-            return cls(nothing, nothing)
-        return cls(rows.offsets, rows.slots[group_id])
+        return NOTHING if rows is None else cls(rows.offsets, rows.slots[group_id])
+
+
+NOTHING = GroupRows(np.zeros((0, MAX_CHECKPOINTS), np.int32), np.zeros((0, MAX_CHECKPOINTS), np.int32))
+"""The share of a group in a batch that exports nothing."""
 
 
 @dataclass
@@ -100,6 +101,8 @@ class PlannedCheckpointBuilder:
         """
         if self.rows is None:
             return self._derived(m, request_rows)
+        if self.rows is NOTHING:
+            return None
         planned = set(np.flatnonzero(self.rows.offsets.any(axis=1)).tolist())
         if not planned:
             return None

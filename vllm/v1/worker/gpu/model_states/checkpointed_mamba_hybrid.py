@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.attention.backends.gdn_checkpoint import CheckpointedGDNMetadataBuilder, GroupRows
+from vllm.v1.attention.backends.gdn_checkpoint import NOTHING, CheckpointedGDNMetadataBuilder, GroupRows
 from vllm.v1.core.recurrent_prefill_checkpoint import BoundPlan
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
-from vllm.v1.worker.prefill_plan_rows import CheckpointRows, bind_rows
+from vllm.v1.worker.prefill_plan_rows import bind_rows
 from vllm.v1.worker.utils import AttentionGroup
 
 
@@ -22,6 +22,8 @@ class CheckpointedMambaHybridModelState(MambaHybridModelState):
     """`MambaHybridModelState` for layers that export up to four states of a query."""
 
     _plans: Mapping[str, BoundPlan] | None = None
+    _bound: tuple[list[list[AttentionGroup]], bool] | None = None
+    """The attention groups whose builders were last bound, and whether to export nothing or by stock's rule."""
 
     def set_plans(self, plans: Mapping[str, BoundPlan]) -> None:
         """Take the plans of the scheduler output that is executed next."""
@@ -40,9 +42,9 @@ class CheckpointedMambaHybridModelState(MambaHybridModelState):
     ) -> dict[str, Any]:
         # A batch that no scheduler output announced (warm-up, capture) has no plans, and consumes none.
         plans, self._plans = self._plans, None
-        builders = dict(self._builders(attn_groups))
-        rows = None
-        if plans is not None and not for_capture:
+        self._bind_none(attn_groups, announced=plans is not None)
+        if plans and not for_capture:
+            builders = dict(self._builders(attn_groups))
             rows = bind_rows(
                 plans,
                 request_ids=input_batch.req_ids,
@@ -52,20 +54,33 @@ class CheckpointedMambaHybridModelState(MambaHybridModelState):
                 group_ids=builders.keys(),
                 num_pages=kv_cache_config.num_blocks,
             )
-        self._bind(builders, rows, plans is not None)
-        try:
-            return super().prepare_attn(
-                input_batch,
-                cudagraph_mode,
-                block_tables,
-                slot_mappings,
-                attn_groups,
-                kv_cache_config,
-                for_capture,
-                **kwargs,
-            )
-        finally:
-            self._bind(builders, None, False)
+            for group_id, group_builders in builders.items():
+                for builder in group_builders:
+                    builder.bind(GroupRows.of(rows, group_id))
+            self._bound = None
+        return super().prepare_attn(
+            input_batch,
+            cudagraph_mode,
+            block_tables,
+            slot_mappings,
+            attn_groups,
+            kv_cache_config,
+            for_capture,
+            **kwargs,
+        )
+
+    def _bind_none(self, attn_groups: list[list[AttentionGroup]], announced: bool) -> None:
+        """Let the builders export nothing, or in a batch that was not announced what stock's rule says.
+
+        Decoding goes through here every step, and its steps are as long as the host takes: what is bound already is
+        not bound again.
+        """
+        if self._bound is not None and self._bound[0] is attn_groups and self._bound[1] == announced:
+            return
+        for _, group_builders in self._builders(attn_groups):
+            for builder in group_builders:
+                builder.bind(NOTHING if announced else None)
+        self._bound = (attn_groups, announced)
 
     @staticmethod
     def _builders(
@@ -76,12 +91,3 @@ class CheckpointedMambaHybridModelState(MambaHybridModelState):
             checkpointed = [b for b in builders if isinstance(b, CheckpointedGDNMetadataBuilder)]
             if checkpointed:
                 yield group_id, checkpointed
-
-    @staticmethod
-    def _bind(
-        builders: dict[int, list[CheckpointedGDNMetadataBuilder]], rows: CheckpointRows | None, planned: bool
-    ) -> None:
-        for group_id, group_builders in builders.items():
-            group_rows = GroupRows.of(rows, group_id) if planned else None
-            for builder in group_builders:
-                builder.bind(group_rows)
