@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from typing import Any
 
 Answer = dict[str, Any]
@@ -12,22 +14,25 @@ LISTED = 1000
 
 
 def difference(left: Answer, right: Answer) -> float:
-    """Largest difference in logprob of either answer's 20 likeliest tokens, up to the first token that differs.
+    """Root mean square of the differences in logprob of either answer's 20 likeliest tokens, up to the first token
+    that differs.
 
+    The largest of them says little: where the model is unsure, one unlikely token of one position is far off in
+    answers that differ by rounding alone, almost as far as in answers to two prompts. The mean is not.
     A token that one answer does not list counts with that answer's least likely one: it is at least so far away.
     """
-    worst = 0.0
+    squares: list[float] = []
     for position, (a, b) in enumerate(zip(left["logprobs"], right["logprobs"], strict=True)):
-        worst = max(worst, _farthest(a, b), _farthest(b, a))
+        squares += (*_squares(a, b), *_squares(b, a))
         if left["tokens"][position] != right["tokens"][position]:
             break
-    return worst
+    return math.sqrt(statistics.fmean(squares))
 
 
-def _farthest(reference: dict[str, float], other: dict[str, float]) -> float:
+def _squares(reference: dict[str, float], other: dict[str, float]) -> list[float]:
     likeliest = sorted(reference, key=reference.__getitem__, reverse=True)[:TOP]
     least = min(other.values())
-    return max(abs(reference[token] - other.get(token, least)) for token in likeliest)
+    return [(reference[token] - other.get(token, least)) ** 2 for token in likeliest]
 
 
 def rounded(values: list[float]) -> list[float]:

@@ -9,7 +9,6 @@ exported); for hits stock's own.
 from __future__ import annotations
 
 import itertools
-import statistics
 from typing import Any
 
 import pytest
@@ -149,7 +148,7 @@ def test_cold_prompts_differ_from_stock_no_more_than_stock_from_itself(arm, runs
     for name, own in stocks_own.items():
         print(f"  {name}, against stock {rounded(own)}")
     assert [answer["cached"] for answer in ours.cold] == [0] * len(LENGTHS)
-    # Two times: both are the largest of dozens of draws. Short prompts have their own limit: there stock differs by
+    # Two times: both are the worst of dozens of draws. Short prompts have their own limit: there stock differs by
     # its kernel and its chunks alone.
     for lengths in (REPEATABLE, LONG):
         limit = 2 * max(own[index] for own in stocks_own.values() for index in lengths)
@@ -159,7 +158,7 @@ def test_cold_prompts_differ_from_stock_no_more_than_stock_from_itself(arm, runs
 def test_answers_to_other_prompts_are_farther_off_than_that(stock, stocks_own):
     limit = 2 * max(max(own) for own in stocks_own.values())
     apart = [difference(a, b) for a, b in itertools.combinations(stock.cold, 2)]
-    assert statistics.median(apart) > limit
+    assert min(apart) > limit
 
 
 def test_flashkda_with_at_most_one_export_is_stock_to_the_last_bit(runs, stock):
