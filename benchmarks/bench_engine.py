@@ -1,15 +1,21 @@
 """Decode steps and the first token of branches, gate off and on, in engines that take turns on one GPU.
 
-Usage: python -m benchmarks.bench_engine OUT.jsonl [--seconds 240 --servers 2]. Engines are small GLM-5.3-Flash shapes
-with MTP3 and CUDA graphs, as in tests/engine, which says what the load format `seeded` needs.
+Usage: python -m benchmarks.bench_engine OUT.jsonl [--seconds 240 --servers 2], or with --again for the tables of a
+file that is there. Engines are small GLM-5.3-Flash shapes with MTP3 and CUDA graphs, as in tests/engine, which says
+what the load format `seeded` needs.
 
 An engine runs in one process, with no HTTP before it and, while another has its turn, nothing to do: what differs
 between the arms here is what they do in a step. `schedule`, `update_from_output`, `execute_model` and `sample_tokens`
 are the engine core's calls, whose time is host time; what they leave of a step is waiting for the GPU and output.
+
+A host runs the same code faster and slower from second to second, by more than the arms differ. `sample_tokens` is
+stock's own in both arms, so what it took in a sample says how fast the host was then: the last column compares parts
+after each was divided by it.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import statistics
 import tempfile
@@ -36,6 +42,7 @@ ARMS = {"stock": False, "ladder": True}
 STEPS = 60
 SETTINGS = ((1, 8192), (4, 8192), (1, 32768), (4, 32768))
 POINTS = (7900, 7400, 6500, 5000)
+SAME = "sample_tokens"
 PARTS_OF_A_STEP = ("step", "cpu", *(name for _, name in PARTS))
 
 
@@ -89,19 +96,22 @@ def measure_decode(engine: Engine, steps: int) -> Iterator[dict[str, Any]]:
 def report(samples: list[dict[str, Any]]) -> None:
     """Tables of medians over samples, and of ratios between the arms."""
 
-    def of(arm: str, key: str, **values: Any) -> list[list[float]]:
+    def of(arm: str, key: str, by: str = "", **values: Any) -> list[list[float]]:
         found: dict[str, list[float]] = {}
         for sample in samples:
             if sample["arm"] == arm and all(sample.get(name) == value for name, value in values.items()):
-                found.setdefault(sample["engine"], []).append(sample[key])
+                found.setdefault(sample["engine"], []).append(sample[key] / (sample[by] if by else 1.0))
         return list(found.values())
 
-    def row(table: Table, label: str, key: str, **values: Any) -> None:
+    def row(table: Table, label: str, key: str, by: str = "", **values: Any) -> None:
         stock, ladder = (of(arm, key, **values) for arm in ARMS)
         if stock and ladder:
             spreads = [Spread.of([value for one in arm for value in one]) for arm in (stock, ladder)]
             medians = [f"{s.median:.3f} ({s.low:.3f} to {s.high:.3f})" for s in spreads]
-            table.add_row(label, str(spreads[0].count), *medians, str(ratio_of_medians(stock, ladder)))
+            ratios = [ratio_of_medians(stock, ladder)]
+            if by:
+                ratios.append(ratio_of_medians(*(of(arm, key, by, **values) for arm in ARMS)))
+            table.add_row(label, str(spreads[0].count), *medians, *map(str, ratios))
 
     columns = ("samples an arm", *(f"{arm} ms" for arm in ARMS), "stock over ladder")
     table = Table("first token", *columns, title="One 8,192-token prompt and its branches")
@@ -109,10 +119,11 @@ def report(samples: list[dict[str, Any]]) -> None:
         cached = {arm: sorted({int(n) for one in of(arm, "cached", point=point) for n in one}) for arm in ARMS}
         row(table, f"{f'leaves at {point:,}' if point else 'cold'}, cached {cached}", "ttft", point=point)
     Console(width=150).print(table)
+    columns = (*columns, f"the same by {SAME}")
     table = Table("part of a step", *columns, title=f"Decode, medians of {STEPS} steps; parts are means of them")
     for requests, context in SETTINGS:
         for part in PARTS_OF_A_STEP:
-            row(table, f"C{requests}, {context:,}: {part}", part, requests=requests, context=context)
+            row(table, f"C{requests}, {context:,}: {part}", part, SAME, requests=requests, context=context)
     Console(width=150).print(table)
 
 
@@ -120,7 +131,12 @@ def main(
     output: Annotated[Path, typer.Argument(help="File of samples.")],
     seconds: Annotated[float, typer.Option(help="Time of the samples, after the engines' start.")] = 240,
     servers: Annotated[int, typer.Option("--servers", min=1, help="Engines of each arm.")] = 2,
+    again: Annotated[bool, typer.Option("--again", help="Only print the tables of the file.")] = False,
 ) -> None:
+    if again:
+        lines = map(json.loads, output.read_text().splitlines())
+        report([line for line in lines if line["kind"] == "sample"])
+        return
     folder = Path(tempfile.mkdtemp(prefix="kda-bench-engine-"))
     engines = start(servers, write_config(folder / "glm"), output.with_suffix(".logs"))
     samples: list[dict[str, Any]] = []

@@ -36,10 +36,11 @@ def engines(monkeypatch):
     return made
 
 
-def run(output):
+def run(output, *options):
     app = bench_engine.typer.Typer()
     app.command()(bench_engine.main)
-    return CliRunner().invoke(app, [str(output), "--seconds", "0.01", "--servers", "1"], catch_exceptions=False)
+    arguments = [str(output), "--seconds", "0.01", "--servers", "1", *options]
+    return CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
 def test_both_arms_are_sampled_in_turns_and_compared(engines, tmp_path):
@@ -53,6 +54,9 @@ def test_both_arms_are_sampled_in_turns_and_compared(engines, tmp_path):
     rows = [line for line in shown.splitlines() if "2.000 (2.000 to 2.000)" in line]
     assert len(rows) == points + settings * len(bench_engine.PARTS_OF_A_STEP)
     assert all(engine.process.closed for engine in engines)
+    # All parts are twice as slow, and so is what both arms have in common: the arm is not slower, the host was.
+    assert sum("1.000 (1.000 to 1.000)" in line for line in rows) == settings * len(bench_engine.PARTS_OF_A_STEP)
+    assert run(tmp_path / "out.jsonl", "--again").output == shown
 
 
 def test_both_arms_get_the_same_prompts(engines, tmp_path):
