@@ -60,7 +60,7 @@ class Engine:
         return answer["seconds"] * 1e3, answer["cached"]
 
 
-def start(servers: int, model: Path, logs: Path) -> list[Engine]:
+def start(servers: int, capture: tuple[int, ...], model: Path, logs: Path) -> list[Engine]:
     """All engines, started at once; of each arm, as many as servers."""
     named = [(arm, f"{arm}#{number + 1}", gate) for number in range(servers) for arm, gate in ARMS.items()]
 
@@ -131,21 +131,25 @@ def main(
     output: Annotated[Path, typer.Argument(help="File of samples.")],
     seconds: Annotated[float, typer.Option(help="Time of the samples, after the engines' start.")] = 240,
     servers: Annotated[int, typer.Option("--servers", min=1, help="Engines of each arm.")] = 2,
+    capture: Annotated[
+        str, typer.Option(help="Batches with CUDA graphs, as 4,8,16,512; vLLM's own choice if empty.")
+    ] = "",
     again: Annotated[bool, typer.Option("--again", help="Only print the tables of the file.")] = False,
 ) -> None:
     if again:
         lines = map(json.loads, output.read_text().splitlines())
         report([line for line in lines if line["kind"] == "sample"])
         return
+    sizes = tuple(int(size) for size in capture.split(",") if size)
     folder = Path(tempfile.mkdtemp(prefix="kda-bench-engine-"))
-    engines = start(servers, write_config(folder / "glm"), output.with_suffix(".logs"))
+    engines = start(servers, sizes, write_config(folder / "glm"), output.with_suffix(".logs"))
     samples: list[dict[str, Any]] = []
     suites: tuple[Callable[[Engine, int], Iterator[dict[str, Any]]], ...] = (
         measure_branches,
         lambda engine, _: measure_decode(engine, STEPS),
     )
     try:
-        with Recorder(output, {"steps": STEPS, "servers": servers}) as recorder:
+        with Recorder(output, {"steps": STEPS, "servers": servers, "capture": sizes}) as recorder:
             for engine in engines:  # Warm-ups: kernels compile, decode prompts become cached.
                 list(measure_branches(engine, -1))
                 list(measure_decode(engine, 8))

@@ -8,6 +8,8 @@
 # All servers share the GPU, take turns, and have processors of their own. Samples go to OUT/PART.jsonl as they are
 # made, the servers' logs to OUT/logs-*.tgz, and a short table to stdout. What is short of time takes fewer samples.
 # SERVE is another command than vllm serve, for a rehearsal; PROCESSORS (3) are each server's own, 0 for any.
+# CAPTURE, as "4,8,16,32,512,1024,2048", are the batches in tokens that every arm captures CUDA graphs for; left out,
+# they are vLLM's own choice, which leaves the pass behind a hit to a host that takes longer over it than the GPU.
 # LOAD_FORMAT (seeded) is vLLM's; tests/engine/seeded_weights.py says what `seeded` needs. PYTHON (python3) runs it.
 set -uo pipefail
 part=${1:?all, pair or tight}
@@ -57,5 +59,6 @@ esac
     --seconds "$seconds" --start-seconds 300 --output "$out/$part.jsonl" --logs "$scratch/logs" -- \
     --skip-tokenizer-init --load-format "${LOAD_FORMAT:-seeded}" --language-model-only \
     --max-model-len 70000 --max-num-batched-tokens 8192 --max-num-seqs 8 \
+    ${CAPTURE:+--compilation-config "{\"cudagraph_capture_sizes\": [$CAPTURE]}"} \
     --gpu-memory-utilization 0.1 --kv-cache-memory-bytes "$memory" \
     --speculative-config '{"method": "mtp", "num_speculative_tokens": 3}'

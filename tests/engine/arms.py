@@ -25,10 +25,12 @@ SPLIT = ("VLLM_GLM53_SPLIT_TARGET_BLOCK_SIZE", "VLLM_GLM53_SPLIT_MAMBA_BLOCK_SIZ
 
 @dataclass(frozen=True)
 class Arm:
-    """How one engine is started; `split` is the attention and the recurrent page, None for stock's own."""
+    """How one engine is started; `split` is the attention and the recurrent page, None for stock's own, and `capture`
+    are the batches in tokens that CUDA graphs are captured for, none for vLLM's own choice."""
 
     gate: bool
     eager: bool = True
+    capture: tuple[int, ...] = ()
     mtp: int = 3
     policy: str = "ladder"
     backend: str = "auto"
@@ -68,6 +70,8 @@ class Arm:
             arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": self.mtp}
         if self.pages:
             arguments["num_gpu_blocks_override"] = self.pages
+        if self.capture:
+            arguments["compilation_config"] = {"cudagraph_capture_sizes": list(self.capture)}
         if self.backend != "auto":
             arguments["additional_config"] = {"kda_prefill_backend": self.backend}
         return arguments

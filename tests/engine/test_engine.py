@@ -24,6 +24,8 @@ BRANCHES = (7900, 7400, 6500, 5000)
 HITS = [7680, 7168, 6144, 4096]
 STOCK_BRANCHES = (7700, 7800, 7900, 8000)
 BASE = prompt(8192, 1)
+CAPTURE = (4, 8, 16, 32, 64, 128, 512, 1024, 2048)
+"""Batches with CUDA graphs: decoding, and passes short enough to end a hit, with states inside and padded ones too."""
 
 
 def branch(at: int) -> list[int]:
@@ -50,8 +52,8 @@ ARMS: dict[str, tuple[Arm, list[dict[str, Any]]]] = {
     "stock in chunks": (Arm(False, budget=1024, label="chunks"), COLD),
     "flashkda": (Arm(True, backend="flashkda"), steps(BRANCHES)),
     "native": (Arm(True, backend="native"), [*steps(BRANCHES), {"reset": True}, *FAULT]),
-    "graphs": (Arm(True, eager=False), steps(BRANCHES)),
-    "stock graphs": (Arm(False, eager=False), steps(STOCK_BRANCHES)),
+    "graphs": (Arm(True, eager=False, capture=CAPTURE), steps(BRANCHES)),
+    "stock graphs": (Arm(False, eager=False, capture=CAPTURE), steps(STOCK_BRANCHES)),
     "no mtp": (Arm(True, mtp=0), steps(BRANCHES)),
     "stock no mtp": (Arm(False, mtp=0), steps(STOCK_BRANCHES)),
 }
