@@ -44,6 +44,16 @@ def unmet_conditions(vllm_config: VllmConfig) -> Iterator[str]:
             not cache.enable_prefix_caching or cache.mamba_cache_mode in ("align", "none"),
             f"the Mamba cache mode is {cache.mamba_cache_mode}: pass --mamba-cache-mode align",
         ),
+        (
+            cache.mamba_cache_dtype in ("auto", "bfloat16"),
+            f"the convolution window's dtype is {cache.mamba_cache_dtype}, exports copy bfloat16: "
+            "leave out --mamba-cache-dtype",
+        ),
+        (
+            cache.mamba_ssm_cache_dtype in ("auto", "float32"),
+            f"the recurrent state's dtype is {cache.mamba_ssm_cache_dtype}, the kernels write float32: "
+            "leave out --mamba-ssm-cache-dtype",
+        ),
         (vllm_config.use_v2_model_runner, "model runner V1 is in use: set VLLM_USE_V2_MODEL_RUNNER=1"),
         (not parallel.enable_expert_parallel, "expert parallelism is on: leave out --enable-expert-parallel"),
         (vllm_config.lora_config is None, "LoRA is on: leave out --enable-lora"),
