@@ -110,7 +110,8 @@ def report(samples: list[dict[str, Any]]) -> None:
             medians = [f"{s.median:.3f} ({s.low:.3f} to {s.high:.3f})" for s in spreads]
             ratios = [ratio_of_medians(stock, ladder)]
             if by:
-                ratios.append(ratio_of_medians(*(of(arm, key, by, **values) for arm in ARMS)))
+                stock, ladder = (of(arm, key, by, **values) for arm in ARMS)
+                ratios.append(ratio_of_medians(stock, ladder))
             table.add_row(label, str(spreads[0].count), *medians, *map(str, ratios))
 
     columns = ("samples an arm", *(f"{arm} ms" for arm in ARMS), "stock over ladder")

@@ -159,6 +159,28 @@ def test_a_prefill_without_plans_runs_stocks_call_or_the_chosen_kernel(layer, ba
     assert (windows == 7.0).all()
 
 
+@pytest.mark.parametrize("dim_first", [True, False], ids=["DS", "SD"])
+def test_warm_up_exports_nothing_in_the_first_exports_shapes(layer, monkeypatch, dim_first):
+    layer._conv_state_dim_first = dim_first
+    layer.in_proj_qkvbfg_a = SimpleNamespace(output_size_per_partition=WIDTH + HEADS + 256)
+    windows = torch.full((9, WIDTH, CELLS) if dim_first else (9, CELLS, WIDTH), 7.0, dtype=torch.bfloat16)
+    layer.kv_cache = (windows, torch.zeros(9, HEADS, 128, 128))
+    calls = []
+    export = coalesced.export_conv_history
+
+    def export_and_note(*arguments):
+        calls.append(arguments)
+        export(*arguments)
+
+    monkeypatch.setattr(coalesced, "export_conv_history", export_and_note)
+    layer.warm_up_export()
+    ((raw, pool, _, targets, state_len),) = calls
+    assert raw.shape[1] == pool.shape[1] == WIDTH
+    assert (raw.stride(), state_len) == ((WIDTH + HEADS + 256, 1), 3)
+    assert targets.offsets.shape == targets.slots.shape == (1, 4)
+    assert (windows == 7.0).all()
+
+
 def test_the_layer_asks_for_the_metadata_builder_that_takes_plans(layer):
     assert layer.get_attn_backend() is CheckpointedGDNBackend
 

@@ -5,7 +5,9 @@ import pytest
 gpu_worker = pytest.importorskip("vllm.v1.worker.gpu_worker", reason="stock's GPU worker does not import here")
 
 from types import SimpleNamespace  # noqa: E402
+from typing import Any  # noqa: E402
 
+from vllm.models.glm5next.coalesced import CoalescedLinearAttention  # noqa: E402
 from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE, BoundPlan  # noqa: E402
 from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
 from vllm.v1.worker.coalescing_worker import CoalescingWorker  # noqa: E402
@@ -22,6 +24,16 @@ def worker(monkeypatch):
     worker = CoalescingWorker.__new__(CoalescingWorker)
     state = CheckpointedMambaHybridModelState.__new__(CheckpointedMambaHybridModelState)
     worker.model_runner = SimpleNamespace(model_state=state)  # type: ignore[assignment]
+    warmed_up: list[CoalescedLinearAttention] = []
+    worker.warmed_up = warmed_up  # type: ignore[attr-defined]
+    layers = {"kda.0": CoalescedLinearAttention.__new__(CoalescedLinearAttention), "mla.1": object()}
+    compilation: Any = SimpleNamespace(static_forward_context=layers)
+    worker.vllm_config = SimpleNamespace(compilation_config=compilation)  # type: ignore[assignment]
+
+    def warm_up_export(layer):
+        warmed_up.append(layer)
+
+    monkeypatch.setattr(CoalescedLinearAttention, "warm_up_export", warm_up_export)
     monkeypatch.setattr(gpu_worker.Worker, "execute_model", lambda self, output: "done")
     monkeypatch.setattr(
         gpu_worker.Worker,
@@ -49,6 +61,11 @@ def test_a_plan_for_another_step_never_reaches_the_runner(worker, monkeypatch, r
     with pytest.raises(PlanMismatchError, match=r"request a for \[0, 1024\) at \[512\]"):
         worker.execute_model(output)
     assert not ran
+
+
+def test_warm_up_compiles_the_layers_exports(worker):
+    worker.compile_or_warm_up_model()
+    assert worker.warmed_up == [worker.vllm_config.compilation_config.static_forward_context["kda.0"]]
 
 
 def test_warm_up_needs_no_plans_and_a_step_does(worker):

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.mamba.ops.kda_prefill import (
     export_conv_history,
     select_kda_prefill,
 )
-from vllm.model_executor.layers.mamba.ops.kda_prefill.base import WorkspaceSpec
+from vllm.model_executor.layers.mamba.ops.kda_prefill.base import CHUNK, WorkspaceSpec
 from vllm.model_executor.layers.mamba.ops.kda_prefill.segmented import SegmentedKDAPrefill
 from vllm.models.glm5next.common.kda import Glm5NextLinearAttention
 from vllm.models.glm5next.common.model import Glm5NextForCausalLM, Glm5NextForConditionalGeneration
@@ -149,6 +149,23 @@ class CoalescedLinearAttention(Glm5NextLinearAttention):
         """Grow the shared workspace now: it is locked before the first real prefill."""
         if is_workspace_manager_initialized():
             current_workspace_manager().get_simultaneous(*self._workspace_specs())
+
+    def warm_up_export(self) -> None:
+        """Compile now what the first export would compile while its request waits; nothing is written."""
+        conv_state, _ = self.kv_cache
+        if not self._conv_state_dim_first:
+            conv_state = conv_state.transpose(-1, -2)
+        device = conv_state.device
+        projected = torch.zeros(
+            (CHUNK, self.in_proj_qkvbfg_a.output_size_per_partition), dtype=conv_state.dtype, device=device
+        )
+        export_conv_history(
+            projected[:, : conv_state.shape[1]],
+            conv_state,
+            torch.zeros(2, dtype=torch.int32, device=device),
+            CheckpointTargets.from_host([[]], [[]], [0], device),
+            self.conv_size - 1,
+        )
 
     def _metadata(self) -> GDNAttentionMetadata:
         attn_metadata = get_forward_context().attn_metadata

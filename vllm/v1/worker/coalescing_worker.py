@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.models.glm5next.coalesced import CoalescedLinearAttention
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.model_states.checkpointed_mamba_hybrid import CheckpointedMambaHybridModelState
 from vllm.v1.worker.gpu_worker import Worker
@@ -20,9 +21,13 @@ class CoalescingWorker(Worker):
         # Warm-up executes scheduler outputs of the worker's own making: no scheduler planned them.
         self._warming_up = True
         try:
-            return super().compile_or_warm_up_model()
+            times = super().compile_or_warm_up_model()
         finally:
             self._warming_up = False
+        for layer in self.vllm_config.compilation_config.static_forward_context.values():
+            if isinstance(layer, CoalescedLinearAttention):
+                layer.warm_up_export()
+        return times
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         if not self._warming_up:
