@@ -66,7 +66,9 @@ def start(servers: int, capture: tuple[int, ...], model: Path, logs: Path) -> li
 
     def one(arm: str, name: str, gate: bool) -> Engine:
         engine = Engine(
-            arm, name, ArmProcess(Arm(gate, eager=False, cache_gib=4, log_limit=0, label=name), model, logs)
+            arm,
+            name,
+            ArmProcess(Arm(gate, eager=False, capture=capture, cache_gib=4, log_limit=0, label=name), model, logs),
         )
         engine.process.step({"summary": True})
         return engine

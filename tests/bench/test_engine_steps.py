@@ -59,6 +59,19 @@ def test_both_arms_are_sampled_in_turns_and_compared(engines, tmp_path):
     assert run(tmp_path / "out.jsonl", "--again").output == shown
 
 
+def test_captured_batches_reach_every_engine(monkeypatch, tmp_path):
+    started = []
+
+    def process(arm, model, logs):
+        started.append(arm.engine_arguments(model))
+        return MadeUp(slow=False)
+
+    monkeypatch.setattr(bench_engine, "ArmProcess", process)
+    monkeypatch.setattr(MadeUp, "step", lambda self, step: None)
+    bench_engine.start(1, (4, 8, 512), tmp_path, tmp_path)
+    assert [arguments["compilation_config"] for arguments in started] == [{"cudagraph_capture_sizes": [4, 8, 512]}] * 2
+
+
 def test_both_arms_get_the_same_prompts(engines, tmp_path):
     run(tmp_path / "out.jsonl")
     stock, ladder = (engine.process.sent for engine in engines)

@@ -61,6 +61,7 @@ def config(plain):
             mamba_cache_mode="align",
             cache_dtype="fp8_ds_mla",
             mamba_cache_dtype="auto",
+            prefix_match_unit=None,
             mamba_ssm_cache_dtype="auto",
         ),
         scheduler_config=SimpleNamespace(scheduler_cls=None, max_num_batched_tokens=8192),
@@ -89,6 +90,13 @@ def set_capability(value):
     return change
 
 
+def set_variable(name, value):
+    def change(config, monkeypatch):
+        monkeypatch.setenv(name, value)
+
+    return change
+
+
 def put(part, name, value):
     def change(config, monkeypatch):
         target = getattr(config, part) if part else config
@@ -107,6 +115,8 @@ CASES = {
     "cache mode": (put("cache_config", "mamba_cache_mode", "all"), "pass --mamba-cache-mode align"),
     "window dtype": (put("cache_config", "mamba_cache_dtype", "float32"), "leave out --mamba-cache-dtype"),
     "state dtype": (put("cache_config", "mamba_ssm_cache_dtype", "bfloat16"), "leave out --mamba-ssm-cache-dtype"),
+    "match unit": (put("cache_config", "prefix_match_unit", 8), "pass --prefix-match-unit 16"),
+    "batch invariance": (set_variable("VLLM_BATCH_INVARIANT", "1"), "unset VLLM_BATCH_INVARIANT"),
     "runner": (put("", "use_v2_model_runner", False), "set VLLM_USE_V2_MODEL_RUNNER=1"),
     "pipeline": (put("parallel_config", "pipeline_parallel_size", 2), "--pipeline-parallel-size 1"),
     "data": (put("parallel_config", "data_parallel_size", 2), "--data-parallel-size 1"),

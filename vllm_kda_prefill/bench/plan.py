@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -63,6 +64,10 @@ class Plan:
         return asdict(self)
 
 
+ENDING = 2.0
+"""Seconds in which a server ends that has broken off its answer."""
+
+
 async def run(
     plan: Plan, lanes: Sequence[Lane], recorder: Recorder, budget: Budget, keep_going: bool = False
 ) -> list[str]:
@@ -93,6 +98,8 @@ async def run(
                 raise
             recorder.add("failure", suite=suite, error=str(error))
             failed.append(f"suite {suite} ({error})")
+            # A server that broke off its answer may be ending, and is not asked again.
+            await asyncio.sleep(ENDING)
         pending.pop(0)
     return failed
 

@@ -87,6 +87,10 @@ def test_plans_are_taken_once(batches):
     assert batches.prepare(None, for_capture=True) == [None, None]
 
 
+def test_a_capture_binds_no_plan(batches):
+    assert batches.prepare({"a": PLAN}, for_capture=True) == [NOTHING, NOTHING]
+
+
 def test_decode_steps_bind_nothing_again(batches):
     for _ in range(3):
         batches.prepare({})
@@ -97,7 +101,7 @@ def test_a_batch_of_other_groups_between_is_no_reason_to_skip(batches):
     batches.prepare({"a": PLAN})
     # Warm-up batches may leave out the recurrent groups.
     batches.prepare(None, groups=batches.groups[:1])
-    assert batches.prepare({}) == [NOTHING, NOTHING]
+    assert batches.prepare(None) == [None, None]
 
 
 def test_new_builders_are_bound(batches):

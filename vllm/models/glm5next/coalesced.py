@@ -77,6 +77,8 @@ class CoalescedLinearAttention(Glm5NextLinearAttention):
         return adopted
 
     def get_attn_backend(self) -> type[AttentionBackend]:
+        # Stock refuses settings that its backend cannot keep, such as batch invariance; so does this one.
+        super().get_attn_backend()
         return CheckpointedGDNBackend
 
     def _flashkda_prefill(

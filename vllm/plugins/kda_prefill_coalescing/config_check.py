@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+import vllm.envs as envs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.plugins.kda_prefill_coalescing import GATE
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 MODELS = ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration")
+CHUNK = 16
+"""Tokens of a kernel's chunk: states exist at its multiples."""
 DRAFT_MODELS = ("Glm5NextMTPModel",)
 SCHEDULER = "vllm.v1.core.sched.coalescing_scheduler.create_scheduler"
 WORKER = "vllm.v1.worker.coalescing_worker.CoalescingWorker"
@@ -54,6 +57,12 @@ def unmet_conditions(vllm_config: VllmConfig) -> Iterator[str]:
             f"the recurrent state's dtype is {cache.mamba_ssm_cache_dtype}, the kernels write float32: "
             "leave out --mamba-ssm-cache-dtype",
         ),
+        (
+            cache.prefix_match_unit is None or cache.prefix_match_unit % CHUNK == 0,
+            f"the prefix match unit is {cache.prefix_match_unit} tokens: pass --prefix-match-unit {CHUNK}, a multiple, "
+            "or leave it out",
+        ),
+        (not envs.VLLM_BATCH_INVARIANT, "batch invariance is on, which KDA does not have: unset VLLM_BATCH_INVARIANT"),
         (vllm_config.use_v2_model_runner, "model runner V1 is in use: set VLLM_USE_V2_MODEL_RUNNER=1"),
         (not parallel.enable_expert_parallel, "expert parallelism is on: leave out --enable-expert-parallel"),
         (vllm_config.lora_config is None, "LoRA is on: leave out --enable-lora"),

@@ -367,7 +367,8 @@ class CoalescingKVCacheManager(KVCacheManager):
         managers = [m for m in self.attention_managers if num_hit_tokens % m.block_size]
         if not managers:
             return False
-        hit, num_tokens, _ = self.get_computed_blocks(request)
+        # Stock may have looked up no further than another cache of the request reaches.
+        hit, num_tokens, _ = self.get_computed_blocks(request, num_hit_tokens)
         assert num_tokens == num_hit_tokens, f"the hit of {num_hit_tokens} tokens is one of {num_tokens} now"
         return any(
             self._writes(manager, request_id, prefill, hit.blocks[manager.kv_cache_group_id][-1], num_tokens)

@@ -54,10 +54,10 @@ class CheckpointedMambaHybridModelState(MambaHybridModelState):
                 group_ids=builders.keys(),
                 num_pages=kv_cache_config.num_blocks,
             )
+            self._bound = None
             for group_id, group_builders in builders.items():
                 for builder in group_builders:
                     builder.bind(GroupRows.of(rows, group_id))
-            self._bound = None
         return super().prepare_attn(
             input_batch,
             cudagraph_mode,
@@ -77,6 +77,7 @@ class CheckpointedMambaHybridModelState(MambaHybridModelState):
         """
         if self._bound is not None and self._bound[0] is attn_groups and self._bound[1] == announced:
             return
+        self._bound = None
         for _, group_builders in self._builders(attn_groups):
             for builder in group_builders:
                 builder.bind(NOTHING if announced else None)
