@@ -8,7 +8,7 @@
 # All servers share the GPU, take turns, and have processors of their own. Samples go to OUT/PART.jsonl as they are
 # made, the servers' logs to OUT/logs-*.tgz, and a short table to stdout. What is short of time takes fewer samples.
 # SERVE is another command than vllm serve, for a rehearsal; PROCESSORS (3) are each server's own, 0 for any.
-# CAPTURE, as "4,8,16,32,512,1024,2048", are the batches in tokens that every arm captures CUDA graphs for; left out,
+# CAPTURE, as "4,8,16,32,64,512,1024,2048", are the batches in tokens that every arm captures CUDA graphs for; left out,
 # they are vLLM's own choice, which leaves the pass behind a hit to a host that takes longer over it than the GPU.
 # LOAD_FORMAT (seeded) is vLLM's; tests/engine/seeded_weights.py says what `seeded` needs. PYTHON (python3) runs it.
 set -uo pipefail
