@@ -59,6 +59,22 @@ class TestCopyOfAnUnwrittenBlock:
         with pytest.raises(states.Fault, match=r"c attends to token 2048 in page .*: not its KV"):
             copy_of_an_unwritten_block("stock", states)
 
+    def test_the_hit_is_looked_up_no_further_than_stock_did(self, states: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Stock caps its own lookup where another output of the request, as its routed experts, is cached less far.
+        lookups = []
+        stock = CoalescingKVCacheManager.get_computed_blocks
+
+        def look_up(manager: Any, request: Any, most: int | None = None) -> Any:
+            found = stock(manager, request, most)
+            lookups.append((request.request_id, most, found[1]))
+            return found
+
+        monkeypatch.setattr(CoalescingKVCacheManager, "get_computed_blocks", look_up)
+        copy_of_an_unwritten_block("coalesced", states)
+        capped = [(name, most, found) for name, most, found in lookups if most is not None]
+        assert capped
+        assert all(most == found for _, most, found in capped)
+
     def test_the_hit_waits_for_the_next_step(self, states: Any) -> None:
         assert copy_of_an_unwritten_block("coalesced", states) == [{"b": 5000}, {"c": 404}]
 
