@@ -7,11 +7,12 @@ was never computed. docs/upstream.md tells both in plain words.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm.v1.core.coalescing_kv_cache_manager import CoalescingKVCacheManager
+from vllm.v1.core.coalescing_kv_cache_manager import CoalescingKVCacheManager, StepPrefill
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm_kda_prefill.planning import Arm, Engine, Layout
 
@@ -61,19 +62,20 @@ class TestCopyOfAnUnwrittenBlock:
 
     def test_the_hit_is_looked_up_no_further_than_stock_did(self, states: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         # Stock caps its own lookup where another output of the request, as its routed experts, is cached less far.
-        lookups = []
-        stock = CoalescingKVCacheManager.get_computed_blocks
+        lookups: list[int | None] = []
+        hit = SimpleNamespace(blocks=[[object()]] * 8)
 
         def look_up(manager: Any, request: Any, most: int | None = None) -> Any:
-            found = stock(manager, request, most)
-            lookups.append((request.request_id, most, found[1]))
-            return found
+            lookups.append(most)
+            return hit, 2576, 0
 
+        worker = states.ShadowWorker(Engine.build(Layout(dcp=4, budget=16384), "coalesced"))
+        worker.scheduler.aux_output_connector = SimpleNamespace(max_cache_hit=lambda request: 4000)
         monkeypatch.setattr(CoalescingKVCacheManager, "get_computed_blocks", look_up)
-        copy_of_an_unwritten_block("coalesced", states)
-        capped = [(name, most, found) for name, most, found in lookups if most is not None]
-        assert capped
-        assert all(most == found for _, most, found in capped)
+        worker.scheduler._prefills["b"] = StepPrefill(0, True)
+        worker.add("c", words(4200))
+        assert not worker.scheduler._waits_for_this_step(worker.scheduler.requests["c"], 2560, 2576)
+        assert lookups == [4000]
 
     def test_the_hit_waits_for_the_next_step(self, states: Any) -> None:
         assert copy_of_an_unwritten_block("coalesced", states) == [{"b": 5000}, {"c": 404}]

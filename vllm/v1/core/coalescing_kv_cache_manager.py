@@ -351,7 +351,11 @@ class CoalescingKVCacheManager(KVCacheManager):
     # Guards.
 
     def copies_unwritten_block(
-        self, request: Request, num_hit_tokens: int, prefills: Mapping[str, StepPrefill]
+        self,
+        request: Request,
+        num_hit_tokens: int,
+        prefills: Mapping[str, StepPrefill],
+        max_hit_length: int | None = None,
     ) -> bool:
         """Whether admitting `request` would copy an attention block that this step still has to write.
 
@@ -363,12 +367,12 @@ class CoalescingKVCacheManager(KVCacheManager):
             request: A request about to be admitted with a prefix-cache hit.
             num_hit_tokens: Length of the hit.
             prefills: Prefills of this step so far, by request id.
+            max_hit_length: Tokens that the hit was looked up for at most, None for all of the request's but one.
         """
         managers = [m for m in self.attention_managers if num_hit_tokens % m.block_size]
         if not managers:
             return False
-        # Stock may have looked up no further than another cache of the request reaches.
-        hit, num_tokens, _ = self.get_computed_blocks(request, num_hit_tokens)
+        hit, num_tokens, _ = self.get_computed_blocks(request, max_hit_length)
         assert num_tokens == num_hit_tokens, f"the hit of {num_hit_tokens} tokens is one of {num_tokens} now"
         return any(
             self._writes(manager, request_id, prefill, hit.blocks[manager.kv_cache_group_id][-1], num_tokens)

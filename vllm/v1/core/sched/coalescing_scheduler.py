@@ -140,8 +140,12 @@ class CoalescingSchedulerMixin(Scheduler):
         pass exports. Stock makes a request wait for a state that is published in the same step; exports are
         published when the step is complete, so the request would not see them and compute the prefix again.
         """
-        if self._prefills and self.kv_cache_manager.copies_unwritten_block(request, num_hit_tokens, self._prefills):
-            return True
+        if self._prefills:
+            # As stock looked the hit up: another output of the request may be cached less far.
+            other = self.aux_output_connector
+            most = other.max_cache_hit(request) if other is not None else None
+            if self.kv_cache_manager.copies_unwritten_block(request, num_hit_tokens, self._prefills, most):
+                return True
         unit, hashes = self.hash_block_size, request.block_hashes
         return any(
             start < position <= request.shared_prefix_boundary and hashes[position // unit - 1] == block_hash
