@@ -15,7 +15,6 @@ after each was divided by it.
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 import tempfile
@@ -34,14 +33,15 @@ from tests.engine.arms import Arm, ArmProcess, generate
 from tests.engine.glm import write_config
 from tests.engine.run_arm import PARTS
 from vllm_kda_prefill.bench.lanes import in_turns
-from vllm_kda_prefill.bench.records import Recorder
+from vllm_kda_prefill.bench.records import Recorder, read
 from vllm_kda_prefill.bench.stats import Spread, ratio_of_medians
+from vllm_kda_prefill.bench.suites.branches import POINTS, SIZE
+from vllm_kda_prefill.bench.suites.decode import CONCURRENCIES, CONTEXTS
 from vllm_kda_prefill.bench.workloads import branch, prompt
 
 ARMS = {"stock": False, "ladder": True}
 STEPS = 60
-SETTINGS = ((1, 8192), (4, 8192), (1, 32768), (4, 32768))
-POINTS = (7900, 7400, 6500, 5000)
+SETTINGS = tuple((requests, context) for context in CONTEXTS for requests in CONCURRENCIES)
 SAME = "sample_tokens"
 PARTS_OF_A_STEP = ("step", "cpu", *(name for _, name in PARTS))
 
@@ -79,7 +79,7 @@ def start(servers: int, capture: tuple[int, ...], model: Path, logs: Path) -> li
 
 def measure_branches(engine: Engine, number: int) -> Iterator[dict[str, Any]]:
     """A prompt of 8,192 tokens, then prompts that leave it."""
-    base = prompt(8192, "base", number)
+    base = prompt(SIZE, "base", number)
     for point in (0, *POINTS):
         tokens = branch(base, point, number) if point else base
         milliseconds, cached = engine.first_token(tokens)
@@ -140,8 +140,7 @@ def main(
     again: Annotated[bool, typer.Option("--again", help="Only print the tables of the file.")] = False,
 ) -> None:
     if again:
-        lines = map(json.loads, output.read_text().splitlines())
-        report([line for line in lines if line["kind"] == "sample"])
+        report([record for record in read(output) if record["kind"] == "sample"])
         return
     sizes = tuple(int(size) for size in capture.split(",") if size)
     folder = Path(tempfile.mkdtemp(prefix="kda-bench-engine-"))

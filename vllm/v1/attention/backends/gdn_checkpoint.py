@@ -101,8 +101,6 @@ class PlannedCheckpointBuilder:
         """
         if self.rows is None:
             return self._derived(m, request_rows)
-        if self.rows is NOTHING:
-            return None
         planned = set(np.flatnonzero(self.rows.offsets.any(axis=1)).tolist())
         if not planned:
             return None
