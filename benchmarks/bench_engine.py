@@ -19,7 +19,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,17 +64,27 @@ def start(servers: int, capture: tuple[int, ...], model: Path, logs: Path) -> li
     """All engines, started at once; of each arm, as many as servers."""
     named = [(arm, f"{arm}#{number + 1}", gate) for number in range(servers) for arm, gate in ARMS.items()]
 
-    def one(arm: str, name: str, gate: bool) -> Engine:
-        engine = Engine(
+    engines = [
+        Engine(
             arm,
             name,
             ArmProcess(Arm(gate, eager=False, capture=capture, cache_gib=4, log_limit=0, label=name), model, logs),
         )
-        engine.process.step({"summary": True})
-        return engine
+        for arm, name, gate in named
+    ]
+    with ThreadPoolExecutor(len(engines)) as pool:
+        try:
+            list(pool.map(lambda engine: engine.process.step({"summary": True}), engines))
+        except RuntimeError:
+            close(engines)
+            raise
+    return engines
 
-    with ThreadPoolExecutor(len(named)) as pool:
-        return list(pool.map(lambda settings: one(*settings), named))
+
+def close(engines: Sequence[Engine]) -> None:
+    """Let all engines end at once."""
+    with ThreadPoolExecutor(len(engines)) as pool:
+        list(pool.map(lambda engine: engine.process.close(), engines))
 
 
 def measure_branches(engine: Engine, number: int) -> Iterator[dict[str, Any]]:
@@ -164,8 +174,7 @@ def main(
                             recorder.add("sample", round=number, **samples[-1])
                 number += 1
     finally:
-        for engine in engines:
-            engine.process.close()
+        close(engines)
         shutil.rmtree(folder)
     partial = sum(not sample.get("full", True) for sample in samples)
     if partial:

@@ -76,3 +76,23 @@ def test_both_arms_get_the_same_prompts(engines, tmp_path):
     run(tmp_path / "out.jsonl")
     stock, ladder = (engine.process.sent for engine in engines)
     assert stock == ladder
+
+
+def test_engines_that_did_start_end_where_one_does_not(monkeypatch, tmp_path):
+    made = []
+
+    class Stubborn(MadeUp):
+        def __init__(self, arm, model, folder):
+            super().__init__(slow=False)
+            self.arm = arm
+            made.append(self)
+
+        def step(self, step):
+            if self.arm.gate and "#2" in self.arm.name:
+                raise RuntimeError("arm on exited with 1")
+            return {}
+
+    monkeypatch.setattr(bench_engine, "ArmProcess", Stubborn)
+    with pytest.raises(RuntimeError, match="exited with 1"):
+        bench_engine.start(2, (), tmp_path, tmp_path)
+    assert [process.closed for process in made] == [True] * 4

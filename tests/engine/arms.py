@@ -46,6 +46,7 @@ class Arm:
         return (
             f"{'on' if self.gate else 'off'}-{'eager' if self.eager else 'graphs'}-mtp{self.mtp}-{self.policy}"
             f"-{self.backend}-{'x'.join(self.split or ('stock',))}{f'-{self.pages}pages' if self.pages else ''}"
+            f"{f'-captured{max(self.capture)}' if self.capture else ''}"
             f"{self.label and '-' + self.label}"
         )
 

@@ -12,6 +12,7 @@ from tests.kernels.mamba.test_kda_prefill_contract import ReferenceLauncher
 from vllm.model_executor.layers.mamba.ops.kda_prefill import reference, segmented
 from vllm.models.glm5next import coalesced
 from vllm.models.glm5next.common.kda import Glm5NextLinearAttention
+from vllm.plugins.kda_prefill_coalescing.config_check import backend_choice
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.gdn_checkpoint import CheckpointedGDNBackend, PlannedCheckpointMetadata
 
@@ -189,7 +190,7 @@ def test_stock_sees_a_backend_name_it_knows_and_the_choice_is_kept():
     config: Any = SimpleNamespace(additional_config={"kda_prefill_backend": "native"})
     with coalesced._stock_backend(config):
         assert config.additional_config["kda_prefill_backend"] == "flashkda"
-    assert coalesced.backend_choice(config) == "native"
+    assert backend_choice(config) == "native"
     config = SimpleNamespace(additional_config=None)
     with coalesced._stock_backend(config):
-        assert coalesced.backend_choice(config) == "auto"
+        assert backend_choice(config) == "auto"

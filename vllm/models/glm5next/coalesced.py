@@ -30,6 +30,7 @@ from vllm.model_executor.layers.mamba.ops.kda_prefill.segmented import Segmented
 from vllm.models.glm5next.common.kda import Glm5NextLinearAttention
 from vllm.models.glm5next.common.model import Glm5NextForCausalLM, Glm5NextForConditionalGeneration
 from vllm.platforms import current_platform
+from vllm.plugins.kda_prefill_coalescing.config_check import backend_choice
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.gdn_checkpoint import CheckpointedGDNBackend, PlannedCheckpointMetadata
@@ -188,12 +189,6 @@ def _targets(checkpoint: MambaPrefillCheckpointMetadata | None) -> CheckpointTar
         query_lens=checkpoint.host_query_lens,
         host_slots=checkpoint.host_slots,
     )
-
-
-def backend_choice(vllm_config: VllmConfig) -> str:
-    """The KDA prefill backend that `--additional-config` names, `auto` by default."""
-    additional = vllm_config.additional_config
-    return additional.get("kda_prefill_backend", "auto") if isinstance(additional, dict) else "auto"
 
 
 @contextmanager

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 MODELS = ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration")
-DRAFT_MODELS = ("Glm5NextMTPModel",)
 SCHEDULER = "vllm.v1.core.sched.coalescing_scheduler.create_scheduler"
 WORKER = "vllm.v1.worker.coalescing_worker.CoalescingWorker"
+BACKEND = '"kda_prefill_backend" in --additional-config'
+WITHOUT_BACKEND = 'leave "kda_prefill_backend" out of --additional-config'
 STOCK_WORKERS = ("auto", "vllm.v1.worker.gpu_worker.Worker")
 KERNEL_CAPABILITIES = (9, 10, 12)
 """Major compute capabilities with a kernel that exports states: Hopper, Blackwell and its consumer parts."""
@@ -91,17 +92,39 @@ def unmet_conditions(vllm_config: VllmConfig) -> Iterator[str]:
         yield from unmet_by_dcp(vllm_config)
 
 
-def _unmet_by_kernel(vllm_config: VllmConfig) -> Iterator[str]:
+def backend_choice(vllm_config: VllmConfig) -> str:
+    """The KDA prefill backend that `--additional-config` names, `auto` by default."""
     additional = vllm_config.additional_config
-    if isinstance(additional, dict) and additional.get("kda_prefill_backend") == "triton":
-        yield (
-            "the KDA prefill backend is triton, which exports no states: "
-            'leave "kda_prefill_backend" out of --additional-config'
-        )
+    return additional.get("kda_prefill_backend", "auto") if isinstance(additional, dict) else "auto"
+
+
+def _unmet_by_kernel(vllm_config: VllmConfig) -> Iterator[str]:
+    from vllm.model_executor.layers.mamba.ops.kda_prefill.select import BACKENDS, unsupported
+
     capability = current_platform.get_device_capability()
     if capability is None or capability.major not in KERNEL_CAPABILITIES:
         name = f"SM{capability.major}{capability.minor}" if capability is not None else "no CUDA GPU"
         yield f"no kernel exports states on this device ({name}): use SM90, SM10x or SM12x"
+        capability = None
+    backend = backend_choice(vllm_config)
+    if backend not in BACKENDS:
+        yield f"there is no KDA prefill backend {backend!r}: set {BACKEND} to one of {', '.join(BACKENDS)}"
+        return
+    if backend == "triton":
+        yield f"the KDA prefill backend is triton, which exports no states: {WITHOUT_BACKEND}"
+        return
+    if capability is None or vllm_config.model_config.architecture not in MODELS:
+        return
+    text = vllm_config.model_config.hf_text_config
+    layer = {
+        "capability": (capability.major, capability.minor),
+        "head_dim": text.linear_head_dim,
+        "lower_bound": text.linear_lower_bound,
+    }
+    reason = unsupported(backend, **layer)
+    if reason:
+        way_out = WITHOUT_BACKEND if not unsupported("auto", **layer) else f"serve it with {GATE}=0"
+        yield f"the KDA prefill backend {backend} exports no states here ({reason}): {way_out}"
 
 
 def check(vllm_config: VllmConfig) -> None:
@@ -111,7 +134,7 @@ def check(vllm_config: VllmConfig) -> None:
         ValueError: Conditions are unmet; one line names each, and how to meet it.
     """
     model = vllm_config.model_config
-    if model is None or model.architecture in DRAFT_MODELS:
+    if model is None or model.runner_type == "draft":
         return
     unmet = list(unmet_conditions(vllm_config))
     if unmet:

@@ -35,9 +35,12 @@ logger = init_logger(__name__)
 
 def unmet_by_layout(vllm_config: VllmConfig) -> Iterator[str]:
     """Name what is wrong with a GLM-5.3-Flash engine's page sizes, with the way to mend it."""
-    settings, unit = split_settings(), attention_unit(vllm_config)
+    settings, unit, cache = split_settings(), attention_unit(vllm_config), vllm_config.cache_config
     if settings is not None:
         yield from settings.problems(unit)
+        contradiction = cache.user_specified_block_size and settings.contradicted_by(cache.block_size)
+        if contradiction:
+            yield contradiction
     page = recurrent_page(vllm_config, settings, unit)
     if page is not None and not forms_8k_path(page):
         yield too_coarse(page, unit)

@@ -73,8 +73,12 @@ def _rebind_config_update() -> None:
 
     @functools.wraps(stock)
     def update_and_check(vllm_config: VllmConfig) -> None:
+        # Stock marks a model that it has seen. More configurations of it, once one was accepted, are copies for a
+        # part of the engine, such as a drafter with a cache dtype of its own, and not what the engine serves with.
+        seen = getattr(vllm_config.model_config, "config_updated", False)
         stock(vllm_config)
-        config_check.check(vllm_config)
+        if not (seen and vllm_config.scheduler_config.scheduler_cls == config_check.SCHEDULER):
+            config_check.check(vllm_config)
 
     VllmConfig.try_verify_and_update_config = update_and_check  # type: ignore[method-assign]
 

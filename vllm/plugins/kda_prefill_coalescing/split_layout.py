@@ -89,11 +89,9 @@ def apply(vllm_config: VllmConfig, unit: int) -> bool:
             f"{model.architecture} in Mamba cache mode {cache.mamba_cache_mode}: unset both"
         )
     sizes = resolve(settings, vllm_config, unit)
-    if cache.user_specified_block_size and cache.block_size != sizes.target:
-        raise ValueError(
-            f"--block-size {cache.block_size} contradicts {TARGET}={settings.target}, which makes pages of "
-            f"{sizes.target} tokens: leave one out"
-        )
+    contradiction = cache.user_specified_block_size and settings.contradicted_by(cache.block_size, sizes.target)
+    if contradiction:
+        raise ValueError(contradiction)
     cache.block_size, cache.mamba_block_size = sizes
     cache.mamba_page_size_padded = None
     logger.info_once(

@@ -25,6 +25,17 @@ class SplitSettings(NamedTuple):
         """Both sizes, None for one that is to be chosen."""
         return (None if self.target == AUTO else self.target), (None if self.mamba == AUTO else self.mamba)
 
+    def contradicted_by(self, block_size: int, target: int | None = None) -> str:
+        """Why `--block-size` cannot stand beside an attention page of `target` tokens, as given if left out; empty
+        where it can, or where `auto` has not chosen yet."""
+        target = target or self.given()[0]
+        if target in (None, block_size):
+            return ""
+        return (
+            f"--block-size {block_size} contradicts {TARGET}={self.target}, which makes pages of {target} tokens: "
+            "leave one out"
+        )
+
     def problems(self, unit: int) -> Iterator[str]:
         """Why an engine whose attention pages are multiples of `unit` tokens cannot use them."""
         target, mamba = self.given()

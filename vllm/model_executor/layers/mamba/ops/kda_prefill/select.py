@@ -34,8 +34,7 @@ def select_kda_prefill(
     Raises ``ValueError`` for an unknown name and ``RuntimeError`` with the reason where an explicit choice
     cannot run here.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown KDA prefill backend {backend!r}; choose one of {', '.join(BACKENDS)}")
+    _check_name(backend)
     if backend == "triton":
         return None
     sizes = {"num_heads": num_heads, "max_num_tokens": max_num_tokens, "max_num_seqs": max_num_seqs}
@@ -52,6 +51,26 @@ def select_kda_prefill(
     if backend == "auto":
         return None
     raise RuntimeError(f"KDA prefill backend {backend!r} cannot run here: {reason}")
+
+
+def unsupported(backend: str, *, capability: tuple[int, int] | None, head_dim: int, lower_bound: float | None) -> str:
+    """Why no provider that ``backend`` allows takes such a bf16 layer on this device, or an empty string.
+
+    Nothing is imported or built, so that a layer which is supported may still fail to be: a package is missing.
+
+    Raises ``ValueError`` for an unknown name.
+    """
+    _check_name(backend)
+    if backend == "triton":
+        return "it exports no states"
+    names = _automatic(capability) if backend == "auto" else (backend,)
+    reasons = [_unsupported(name, capability, head_dim, torch.bfloat16, lower_bound) for name in names]
+    return reasons[-1] if all(reasons) else ""
+
+
+def _check_name(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown KDA prefill backend {backend!r}; choose one of {', '.join(BACKENDS)}")
 
 
 def _automatic(capability: tuple[int, int] | None) -> tuple[str, ...]:
