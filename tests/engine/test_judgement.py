@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
+import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.engine import test_engine as engine
 from tests.engine.arms import Arm
+from tests.engine.test_serve import faults_at_the_end
+from vllm.v1.engine import async_llm
+from vllm.v1.engine.exceptions import EngineDeadError
 
 NOISE = 0.1
 """How far a made-up stock answer after a hit, or of another stock engine, is from the plain one."""
@@ -97,3 +104,31 @@ def test_a_cold_answer_that_is_too_far_off_fails(arm, longest):
 def test_an_answer_after_a_hit_that_is_too_far_off_fails(arm):
     with pytest.raises(AssertionError, match="differences"):
         judge_all(MadeUpRuns({arm: MadeUpArm(engine.ARMS[arm][0], fault=2 * NOISE)}))
+
+
+@pytest.mark.parametrize(("error", "faults"), [(EngineDeadError(), 0), (ValueError("a wrong state"), 1)])
+def test_what_stock_logs_while_a_server_ends_is_told_from_a_fault(error, faults, monkeypatch):
+    """Stock's own task that hands outputs on, told what it is told when the one that receives them is cancelled."""
+    written = io.StringIO()
+    monkeypatch.setattr(async_llm, "logger", logging.Logger("ending"))
+    async_llm.logger.addHandler(logging.StreamHandler(written))
+    frontend: Any = async_llm.AsyncLLM.__new__(async_llm.AsyncLLM)
+    told: list[Exception] = []
+
+    async def get_output_async():
+        raise error
+
+    frontend.output_handler = frontend.logger_manager = None
+    frontend.log_stats = False
+    frontend.renderer = SimpleNamespace(mm_processor_cache=None)
+    frontend.engine_core = SimpleNamespace(get_output_async=get_output_async)
+    frontend.output_processor = SimpleNamespace(propagate_error=told.append)
+
+    async def run():
+        frontend._run_output_handler()
+        await frontend.output_handler
+
+    asyncio.run(run())
+    assert told == [error]
+    assert written.getvalue().count("Traceback") == 1
+    assert faults_at_the_end(written.getvalue()) == faults

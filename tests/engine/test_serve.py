@@ -135,6 +135,15 @@ async def ask(client: httpx.AsyncClient, tokens: list[int], salt: str | None, ma
     }
 
 
+def faults_at_the_end(log: str) -> int:
+    """How many faults a server logged while it ended, besides one that is none.
+
+    Stock cancels the task that receives its engine's outputs, which tells the task that hands them on that the engine
+    is dead; if that runs once more before it is cancelled as well, it logs so.
+    """
+    return log.count("Traceback") - log.count("vllm.v1.engine.exceptions.EngineDeadError: ")
+
+
 async def abort(client: httpx.AsyncClient, tokens: list[int], after: float) -> None:
     """Start a completion and hang up."""
     try:
@@ -195,5 +204,4 @@ def test_two_hundred_requests_answer_as_uncached_and_the_server_stops_cleanly(se
     assert "Traceback" not in "\n".join(
         line for line in served.splitlines() if "Chat template" not in line and "base.py" not in line
     )
-    # While it ends, stock's reader of outputs may be told of its engine's end before it is told to stop, and logs that.
-    assert ending.count("Traceback") == ending.count("EngineDeadError: ") == ending.count("output_handler failed")
+    assert not faults_at_the_end(ending)
