@@ -165,7 +165,21 @@ def test_warm_up_exports_nothing_in_the_first_exports_shapes(layer, monkeypatch,
     layer._conv_state_dim_first = dim_first
     layer.in_proj_qkvbfg_a = SimpleNamespace(output_size_per_partition=WIDTH + HEADS + 256)
     windows = torch.full((9, WIDTH, CELLS) if dim_first else (9, CELLS, WIDTH), 7.0, dtype=torch.bfloat16)
-    layer.kv_cache = (windows, torch.zeros(9, HEADS, 128, 128))
+    states = torch.full((9, HEADS, 128, 128), 3.0)
+    layer.kv_cache = (windows, states)
+    moved = []
+
+    def noting(name):
+        move = getattr(segmented, name)
+
+        def note_and_move(*tensors):
+            moved.append(name)
+            move(*tensors)
+
+        return note_and_move
+
+    for name in ("gather_states", "scatter_states"):
+        monkeypatch.setattr(segmented, name, noting(name))
     calls = []
     export = coalesced.export_conv_history
 
@@ -179,7 +193,9 @@ def test_warm_up_exports_nothing_in_the_first_exports_shapes(layer, monkeypatch,
     assert raw.shape[1] == pool.shape[1] == WIDTH
     assert (raw.stride(), state_len) == ((WIDTH + HEADS + 256, 1), 3)
     assert targets.offsets.shape == targets.slots.shape == (1, 4)
+    assert moved == (["gather_states", "scatter_states"] if layer.kda_prefill.name != "reference" else [])
     assert (windows == 7.0).all()
+    assert (states == 3.0).all()
 
 
 def test_the_layer_asks_for_the_metadata_builder_that_takes_plans(layer):

@@ -63,9 +63,11 @@ def test_a_plan_for_another_step_never_reaches_the_runner(worker, monkeypatch, r
     assert not ran
 
 
-def test_warm_up_compiles_the_layers_exports(worker):
+def test_exports_are_compiled_before_stock_begins_to_watch_for_compilations(worker, monkeypatch):
+    when_watched = []
+    monkeypatch.setattr(gpu_worker.Worker, "compile_or_warm_up_model", lambda self: when_watched.extend(self.warmed_up))
     worker.compile_or_warm_up_model()
-    assert worker.warmed_up == [worker.vllm_config.compilation_config.static_forward_context["kda.0"]]
+    assert when_watched == [worker.vllm_config.compilation_config.static_forward_context["kda.0"]]
 
 
 def test_warm_up_needs_no_plans_and_a_step_does(worker):

@@ -155,7 +155,8 @@ class CoalescedLinearAttention(Glm5NextLinearAttention):
 
     def warm_up_export(self) -> None:
         """Compile now what the first export would compile while its request waits; nothing is written."""
-        conv_state, _ = self.kv_cache
+        conv_state, recurrent_state = self.kv_cache
+        self.kda_prefill.warm_up(recurrent_state)
         if not self._conv_state_dim_first:
             conv_state = conv_state.transpose(-1, -2)
         device = conv_state.device

@@ -18,16 +18,16 @@ class CoalescingWorker(Worker):
     _warming_up = False
 
     def compile_or_warm_up_model(self) -> Any:
-        # Warm-up executes scheduler outputs of the worker's own making: no scheduler planned them.
-        self._warming_up = True
-        try:
-            times = super().compile_or_warm_up_model()
-        finally:
-            self._warming_up = False
+        # First: at the end of its own, stock begins to watch for compilations, which may be an error from then on.
         for layer in self.vllm_config.compilation_config.static_forward_context.values():
             if isinstance(layer, CoalescedLinearAttention):
                 layer.warm_up_export()
-        return times
+        # Warm-up executes scheduler outputs of the worker's own making: no scheduler planned them.
+        self._warming_up = True
+        try:
+            return super().compile_or_warm_up_model()
+        finally:
+            self._warming_up = False
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         if not self._warming_up:

@@ -119,6 +119,10 @@ class KDAPrefill(ABC):
         if targets is not None:
             validate_targets(targets, inputs.num_rows, inputs.state_pool.shape[0], inputs.q.shape[1])
 
+    def warm_up(self, state_pool: torch.Tensor) -> None:
+        """Compile what the first :meth:`run` on this pool would compile while its request waits; write nothing."""
+        del state_pool  # Most providers are compiled once they are made.
+
     def run(
         self,
         inputs: KDAPrefillInputs,

@@ -122,6 +122,12 @@ class SegmentedKDAPrefill(KDAPrefill):
         # checkpoints.
         return ((states, torch.float32),) * 3 + self._launcher.workspace_specs()
 
+    def warm_up(self, state_pool: torch.Tensor) -> None:
+        slot = torch.zeros(1, dtype=torch.int32, device=state_pool.device)
+        state = torch.zeros_like(state_pool[:1], memory_format=torch.contiguous_format)
+        gather_states(state_pool, slot, slot.bool(), state)
+        scatter_states(state_pool, slot, state)
+
     def validate(self, inputs: KDAPrefillInputs, targets: CheckpointTargets | None = None) -> None:
         super().validate(inputs, targets)
         if inputs.num_rows > self._max_num_seqs or inputs.q.shape[1] > self._max_num_tokens:
