@@ -12,47 +12,73 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm_kda_prefill.planning import Engine, Layout
 
 
+def stats_of(engine):
+    """What the engine core reports, a step at a time, as an API server receives it."""
+    reported = []
+    make_stats = engine.scheduler.make_stats
+
+    def make_and_report(*arguments, **more):
+        stats = make_stats(*arguments, **more)
+        # The wire knows only vLLM's own fields.
+        reported.append(msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=SchedulerStats))
+        return stats
+
+    engine.scheduler.make_stats = make_and_report
+    while engine.scheduler.has_requests():
+        engine.step()
+    engine.scheduler.make_stats = make_stats
+    return reported
+
+
 @pytest.fixture(scope="module")
 def stats_of_two_prompts():
     engine = Engine.build(Layout(mamba_groups=2))
     stats = []
     for request_id, length, first in (("a", 8192, 0), ("b", 9000, 50_000)):
-        engine.add(request_id, list(range(first, first + length)))
-        while engine.scheduler.has_requests():
-            engine.step()
-        stats.append(engine.scheduler.make_stats())
+        engine.add(request_id, list(range(first, first + length)), max_tokens=4)
+        stats.append(stats_of(engine))
     return stats
 
 
-def value(name, **labels):
-    labels = {"model_name": "['glm']", "engine": "7", **labels}
+def logger_of(engine):
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(served_model_name=["glm"]))
+    return KDAPrefillStatLogger(config, engine)
+
+
+def value(name, engine, **labels):
+    labels = {"model_name": "['glm']", "engine": str(engine), **labels}
     return REGISTRY.get_sample_value(f"vllm:kda_prefill_{name}", labels)
 
 
-def test_counters_follow_the_schedulers_totals(stats_of_two_prompts):
-    config: Any = SimpleNamespace(model_config=SimpleNamespace(served_model_name=["glm"]))
-    logger = KDAPrefillStatLogger(config, 7)
-    logger.record(None, None)
-    for stats, spans, states in zip(stats_of_two_prompts, (1, 3), (4, 8), strict=True):
-        # What the API server receives: the wire knows only vLLM's own fields.
-        received = msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=SchedulerStats)
-        logger.record(received, None, engine_idx=7)
-        assert value("spans_coalesced_total") == spans
-        assert value("states_exported_total") == states
+@pytest.mark.parametrize("servers", [1, 2])
+def test_counters_of_all_api_servers_add_up_to_the_schedulers(stats_of_two_prompts, servers):
+    loggers = [logger_of(servers) for _ in range(servers)]
+    loggers[0].record(None, None)
+    for reported, spans, states in zip(stats_of_two_prompts, (1, 3), (4, 8), strict=True):
+        assert len(reported) > 2
+        for number, stats in enumerate(reported):
+            loggers[number % servers].record(stats, None)
+        assert value("spans_coalesced_total", servers) == spans
+        assert value("states_exported_total", servers) == states
     # Three rungs of the first prompt and three of the second, in two groups, and one span end.
-    assert value("state_pages") == 14
-    assert value("state_pages_share") == 0
-    assert value("states_not_exported_total") == 0
+    assert value("state_pages", servers) == 14
+    assert value("state_pages_share", servers) == 0
+    assert value("states_not_exported_total", servers) == 0
+
+
+def test_counters_are_there_before_anything_is_counted():
+    engine = Engine.build(Layout())
+    logger_of(5).record(engine.scheduler.make_stats(), None)
+    for name in ("spans_coalesced_total", "states_exported_total", "states_not_exported_total", "state_pages"):
+        assert value(name, 5) == 0
 
 
 def test_a_fallback_is_counted_by_its_reason():
     engine = Engine.build(Layout())
-    config: Any = SimpleNamespace(model_config=SimpleNamespace(served_model_name=["glm"]))
-    logger = KDAPrefillStatLogger(config, 7)
     request = engine.add("a", list(range(8192)))
     request.append_output_token_ids(1)
-    while engine.scheduler.has_requests():
-        engine.step()
-    logger.record(engine.scheduler.make_stats(), None)
-    assert value("fallbacks_total", reason="replayed_output") == 1
-    assert value("fallbacks_total", reason="no_room") is None
+    logger = logger_of(7)
+    for stats in stats_of(engine):
+        logger.record(stats, None)
+    assert value("fallbacks_total", 7, reason="replayed_output") == 1
+    assert value("fallbacks_total", 7, reason="no_room") is None

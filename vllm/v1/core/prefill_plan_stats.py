@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -40,6 +41,8 @@ class PrefillPlanStats:
     states: int = 0
     states_without_page: int = 0
     fallbacks: Counter[Fallback] = field(default_factory=Counter)
+    _taken: dict[str, int] = field(default_factory=dict)
+    _levels: dict[str, int] = field(default_factory=dict)
     _plans_to_log: int = field(default_factory=lambda: envs.VLLM_B12X_KDA_PREFILL_COALESCING_LOG_LIMIT)
 
     def record_span(self, exported: int, not_exported: int) -> None:
@@ -54,6 +57,17 @@ class PrefillPlanStats:
         """The counts by name; a fallback's name is `fallbacks:` and its reason."""
         counts = {"spans": self.spans, "states": self.states, "not_exported": self.states_without_page}
         return counts | {f"fallbacks:{reason}": count for reason, count in self.fallbacks.items()}
+
+    def take_changes(self, levels: Mapping[str, int]) -> dict[str, int]:
+        """What was added to each count since this was last called, and each of `levels` that is another now, by name;
+        the first time, every one of both."""
+        totals = self.totals()
+        if totals == self._taken and levels == self._levels:
+            return {}  # Most steps.
+        taken, self._taken = self._taken, totals
+        known, self._levels = self._levels, dict(levels)
+        added = {name: count - taken.get(name, 0) for name, count in totals.items() if count != taken.get(name)}
+        return added | {name: level for name, level in levels.items() if level != known.get(name)}
 
     def log_plan(self, request_id: str, plan: BoundPlan) -> None:
         """Log one bound plan, as long as the configured number of them is not reached."""

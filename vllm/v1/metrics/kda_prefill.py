@@ -41,12 +41,15 @@ def _gauge(name: str, documentation: str) -> Gauge:
 
 
 class KDAPrefillStatLogger(StatLoggerBase):
-    """Turns the totals of one engine into Prometheus counters."""
+    """Exports what one engine counted.
+
+    An engine with several API servers tells one of them what changed in a step, now this one and now that. So changes
+    are told and not totals: each server adds its part, and Prometheus adds the parts up.
+    """
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
         self._labels = (str(vllm_config.model_config.served_model_name), str(engine_index))
         self._metrics: dict[str, Counter | Gauge] = {}
-        self._seen: dict[str, int] = {}
 
     def record(
         self,
@@ -58,9 +61,6 @@ class KDAPrefillStatLogger(StatLoggerBase):
         if scheduler_stats is None:
             return
         for key, value in scheduler_stats.waiting_lora_adapters.items():
-            seen = self._seen.get(key)
-            if value == seen:
-                continue  # Every key of most steps: only prefills count.
             metric = self._metrics.get(key)
             if metric is None:
                 # Created here and not earlier: vLLM drops every registered metric of its own before it starts.
@@ -68,8 +68,7 @@ class KDAPrefillStatLogger(StatLoggerBase):
             if isinstance(metric, Gauge):
                 metric.set(value)
             else:
-                metric.inc(value - (seen or 0))
-            self._seen[key] = value
+                metric.inc(value)
 
     def _metric(self, key: str) -> Counter | Gauge:
         """What the scheduler's `key` is exported as, with this engine's labels."""

@@ -230,11 +230,9 @@ class CoalescingSchedulerMixin(Scheduler):
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
             # See vllm/v1/metrics/kda_prefill.py for why there.
-            stats.waiting_lora_adapters = {
-                **self.plan_stats.totals(),
-                "pages": self.kv_cache_manager.free_queue.num_second_class,
-                "share": self.kv_cache_manager.share.pages,
-            }
+            manager = self.kv_cache_manager
+            levels = {"pages": manager.free_queue.num_second_class, "share": manager.share.pages}
+            stats.waiting_lora_adapters = self.plan_stats.take_changes(levels)
         return stats
 
 
