@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config.attention import HiSparseConfig
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins.kda_prefill_coalescing import SPLIT_MAMBA, SPLIT_TARGET, config_check, seams
 from vllm_kda_prefill.planning import Layout
@@ -74,6 +75,8 @@ def config(plain):
         scheduler_config=SimpleNamespace(scheduler_cls=None, max_num_batched_tokens=8192),
         speculative_config=SimpleNamespace(num_speculative_tokens=3, num_speculative_tokens_per_batch_size=None),
         lora_config=None,
+        kv_transfer_config=None,
+        attention_config=SimpleNamespace(hisparse_config=None),
         additional_config={},
         use_v2_model_runner=True,
     )
@@ -133,6 +136,11 @@ CASES = {
     ),
     "experts": (put("parallel_config", "enable_expert_parallel", True), "leave out --enable-expert-parallel"),
     "lora": (put("", "lora_config", object()), "leave out --enable-lora"),
+    "HiSparse": (put("attention_config", "hisparse_config", HiSparseConfig()), "hisparse_config out of"),
+    "its connector": (
+        put("", "kv_transfer_config", KVTransferConfig(kv_connector="HiSparseConnector", kv_role="kv_both")),
+        "leave HiSparseConnector out of --kv-transfer-config",
+    ),
     "sleep": (put("model_config", "enable_sleep_mode", True), "leave out --enable-sleep-mode"),
     "dynamic": (
         put("speculative_config", "num_speculative_tokens_per_batch_size", [(1, 2, 3)]),

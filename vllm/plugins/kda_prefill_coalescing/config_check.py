@@ -66,6 +66,11 @@ def unmet_conditions(vllm_config: VllmConfig) -> Iterator[str]:
         (vllm_config.use_v2_model_runner, "model runner V1 is in use: set VLLM_USE_V2_MODEL_RUNNER=1"),
         (not parallel.enable_expert_parallel, "expert parallelism is on: leave out --enable-expert-parallel"),
         (vllm_config.lora_config is None, "LoRA is on: leave out --enable-lora"),
+        (
+            not _uses_hisparse(vllm_config),
+            "HiSparse keeps attention's blocks in a pool of its own: leave HiSparseConnector out of "
+            "--kv-transfer-config, and hisparse_config out of --attention-config",
+        ),
         (not model.enable_sleep_mode, "sleep mode is on: leave out --enable-sleep-mode"),
         (
             speculative is None or not speculative.num_speculative_tokens_per_batch_size,
@@ -90,6 +95,13 @@ def unmet_conditions(vllm_config: VllmConfig) -> Iterator[str]:
     if model.architecture in MODELS:
         yield from unmet_by_layout(vllm_config)
         yield from unmet_by_dcp(vllm_config)
+
+
+def _uses_hisparse(vllm_config: VllmConfig) -> bool:
+    # Stock infers its configuration from the connector, but only after this check.
+    transfer = vllm_config.kv_transfer_config
+    configured = vllm_config.attention_config.hisparse_config is not None
+    return configured or (transfer is not None and transfer.has_connector("HiSparseConnector"))
 
 
 def backend_choice(vllm_config: VllmConfig) -> str:
