@@ -60,22 +60,30 @@ class TestCopyOfAnUnwrittenBlock:
         with pytest.raises(states.Fault, match=r"c attends to token 2048 in page .*: not its KV"):
             copy_of_an_unwritten_block("stock", states)
 
-    def test_the_hit_is_looked_up_no_further_than_stock_did(self, states: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(("cap", "most"), [(4000, 4000), (None, 4199)])
+    def test_the_hit_is_looked_up_as_far_as_stock_did(self, cap: int | None, most: int, states: Any) -> None:
         # Stock caps its own lookup where another output of the request, as its routed experts, is cached less far.
         lookups: list[int | None] = []
-        hit = SimpleNamespace(blocks=[[object()]] * 8)
+        reported: list[Any] = []
 
-        def look_up(manager: Any, request: Any, most: int | None = None) -> Any:
+        def look_up(block_hashes: Any, most: int) -> Any:
             lookups.append(most)
-            return hit, 2576, 0
+            return [[object()]] * 8, 2576, 0
 
         worker = states.ShadowWorker(Engine.build(Layout(dcp=4, budget=16384), "coalesced"))
-        worker.scheduler.aux_output_connector = SimpleNamespace(max_cache_hit=lambda request: 4000)
-        monkeypatch.setattr(CoalescingKVCacheManager, "get_computed_blocks", look_up)
+        manager = worker.scheduler.kv_cache_manager
+        if cap is not None:
+            worker.scheduler.aux_output_connector = SimpleNamespace(max_cache_hit=lambda request: cap)
+        manager.coordinator.find_longest_cache_hit = look_up
         worker.scheduler._prefills["b"] = StepPrefill(0, True)
         worker.add("c", words(4200))
-        assert not worker.scheduler._waits_for_this_step(worker.scheduler.requests["c"], 2560, 2576)
-        assert lookups == [4000]
+        request = worker.scheduler.requests["c"]
+        # Who follows the cache has been told of the hit by stock's lookup.
+        manager.enable_kv_cache_events, request.kv_cache_report_mode = True, "full"
+        manager.coordinator.emit_cached_block_events = lambda *hit: reported.append(hit)
+        assert not worker.scheduler._waits_for_this_step(request, 2560, 2576)
+        assert lookups == [most]
+        assert not reported
 
     def test_the_hit_waits_for_the_next_step(self, states: Any) -> None:
         assert copy_of_an_unwritten_block("coalesced", states) == [{"b": 5000}, {"c": 404}]

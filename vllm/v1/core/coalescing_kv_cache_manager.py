@@ -372,10 +372,12 @@ class CoalescingKVCacheManager(KVCacheManager):
         managers = [m for m in self.attention_managers if num_hit_tokens % m.block_size]
         if not managers:
             return False
-        hit, num_tokens, _ = self.get_computed_blocks(request, max_hit_length)
+        # Past `get_computed_blocks`, which would report the hit to whoever follows the cache a second time.
+        most = request.num_tokens - 1 if max_hit_length is None else max_hit_length
+        blocks, num_tokens, _ = self.coordinator.find_longest_cache_hit(request.block_hashes, most)
         assert num_tokens == num_hit_tokens, f"the hit of {num_hit_tokens} tokens is one of {num_tokens} now"
         return any(
-            self._writes(manager, request_id, prefill, hit.blocks[manager.kv_cache_group_id][-1], num_tokens)
+            self._writes(manager, request_id, prefill, blocks[manager.kv_cache_group_id][-1], num_tokens)
             for manager in managers
             for request_id, prefill in prefills.items()
         )
