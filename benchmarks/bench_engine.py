@@ -64,26 +64,22 @@ def start(servers: int, capture: tuple[int, ...], model: Path, logs: Path) -> li
     """All engines, started at once; of each arm, as many as servers."""
     named = [(arm, f"{arm}#{number + 1}", gate) for number in range(servers) for arm, gate in ARMS.items()]
 
-    engines = [
-        Engine(
-            arm,
-            name,
-            ArmProcess(Arm(gate, eager=False, capture=capture, cache_gib=4, log_limit=0, label=name), model, logs),
-        )
-        for arm, name, gate in named
-    ]
-    with ThreadPoolExecutor(len(engines)) as pool:
-        try:
+    engines: list[Engine] = []
+    try:
+        for arm, name, gate in named:
+            settings = Arm(gate, eager=False, capture=capture, cache_gib=4, log_limit=0, label=name)
+            engines.append(Engine(arm, name, ArmProcess(settings, model, logs)))
+        with ThreadPoolExecutor(len(engines)) as pool:
             list(pool.map(lambda engine: engine.process.step({"summary": True}), engines))
-        except RuntimeError:
-            close(engines)
-            raise
+    except BaseException:
+        close(engines)
+        raise
     return engines
 
 
 def close(engines: Sequence[Engine]) -> None:
     """Let all engines end at once."""
-    with ThreadPoolExecutor(len(engines)) as pool:
+    with ThreadPoolExecutor(max(len(engines), 1)) as pool:
         list(pool.map(lambda engine: engine.process.close(), engines))
 
 
@@ -154,13 +150,14 @@ def main(
         return
     sizes = tuple(int(size) for size in capture.split(",") if size)
     folder = Path(tempfile.mkdtemp(prefix="kda-bench-engine-"))
-    engines = start(servers, sizes, write_config(folder / "glm"), output.with_suffix(".logs"))
+    engines: list[Engine] = []
     samples: list[dict[str, Any]] = []
     suites: tuple[Callable[[Engine, int], Iterator[dict[str, Any]]], ...] = (
         measure_branches,
         lambda engine, _: measure_decode(engine, STEPS),
     )
     try:
+        engines = start(servers, sizes, write_config(folder / "glm"), output.with_suffix(".logs"))
         with Recorder(output, {"steps": STEPS, "servers": servers, "capture": sizes}) as recorder:
             for engine in engines:  # Warm-ups: kernels compile, decode prompts become cached.
                 list(measure_branches(engine, -1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -132,9 +133,10 @@ class ArmProcess:
         return json.loads(answer)
 
     def close(self) -> None:
-        """Let the arm end."""
+        """Let the arm end, if it has not."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(timeout=60)
         except subprocess.TimeoutExpired:

@@ -141,7 +141,9 @@ def faults_at_the_end(log: str) -> int:
     Stock cancels the task that receives its engine's outputs, which tells the task that hands them on that the engine
     is dead; if that runs once more before it is cancelled as well, it logs so.
     """
-    return log.count("Traceback") - log.count("vllm.v1.engine.exceptions.EngineDeadError: ")
+    told = ("in output_handler", "vllm.v1.engine.exceptions.EngineDeadError: ")
+    tracebacks = log.split("Traceback (most recent call last):")[1:]
+    return sum(not all(words in traceback for words in told) for traceback in tracebacks)
 
 
 async def abort(client: httpx.AsyncClient, tokens: list[int], after: float) -> None:

@@ -120,6 +120,8 @@ def put(part, name, value):
 
 CASES = {
     "model": (put("model_config", "architecture", "LlamaForCausalLM"), "LlamaForCausalLM, not GLM-5.3-Flash"),
+    "draft runner": (put("model_config", "runner_type", "draft"), "the runner is draft: leave out --runner"),
+    "pooling": (put("model_config", "runner_type", "pooling"), "the runner is pooling: leave out --runner"),
     "dtype": (put("model_config", "dtype", torch.float16), "pass --dtype bfloat16"),
     "prefix caching": (put("cache_config", "enable_prefix_caching", False), "pass --enable-prefix-caching"),
     "cache mode": (put("cache_config", "mamba_cache_mode", "all"), "pass --mamba-cache-mode align"),
@@ -179,7 +181,9 @@ def test_an_unmet_condition_is_refused_with_the_way_to_meet_it(case, config, mon
 
 
 def test_all_unmet_conditions_are_named_at_once(config, monkeypatch):
-    together = [name for name in CASES if name not in ("no GPU", "cache mode") and name not in ABOUT_THE_KERNEL]
+    together = [
+        name for name in CASES if name not in ("no GPU", "cache mode", "draft runner") and name not in ABOUT_THE_KERNEL
+    ]
     for name in together:
         CASES[name][0](config, monkeypatch)
     with pytest.raises(ValueError, match="VLLM_B12X_KDA_PREFILL_COALESCING=1") as error:
@@ -208,10 +212,11 @@ def test_copies_of_an_accepted_configuration_are_not_checked_again(monkeypatch):
 
 def test_the_draft_model_and_a_configuration_without_a_model_are_let_through(config):
     config.model_config.architecture, config.model_config.runner_type = "LlamaForCausalLM", "draft"
+    config.scheduler_config.scheduler_cls = config_check.SCHEDULER
     config_check.check(config)
     config.model_config = None
     config_check.check(config)
-    assert config.scheduler_config.scheduler_cls is None
+    assert config.parallel_config.worker_cls == "auto"
 
 
 @pytest.mark.parametrize(

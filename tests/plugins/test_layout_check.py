@@ -72,15 +72,29 @@ def test_settings_that_cannot_work_are_named_before_the_model_loads(model, setti
     assert message in unmet(model, 4, "fp8", capability)[0]
 
 
-def test_a_block_size_that_contradicts_the_settings_is_named_before_the_model_loads(model, settings):
-    settings(512, 512)
+@pytest.mark.parametrize(
+    ("sizes", "block_size", "pages"),
+    [
+        ((512, 512), 1024, "512"),
+        ((512, 512), 512, ""),
+        (("auto", "auto"), 768, "512 or 1024"),
+        (("auto", "auto"), 1024, ""),
+        (("auto", 512), 1024, "512"),
+    ],
+)
+def test_a_block_size_that_contradicts_the_settings_is_named_before_the_model_loads(
+    model, settings, sizes, block_size, pages
+):
+    settings(*sizes)
     with as_gpu(9):
         config = EngineShape(model, 4, 4, 3, "fp8", 16384).vllm_config()
-        config.cache_config.block_size, config.cache_config.user_specified_block_size = 1024, True
-        (message,) = layout_check.unmet_by_layout(config)
-        assert message.startswith(f"--block-size 1024 contradicts {SPLIT_TARGET}=512")
-        settings("auto", "auto")
-        assert list(layout_check.unmet_by_layout(config)) == []
+        config.cache_config.block_size, config.cache_config.user_specified_block_size = block_size, True
+        found = list(layout_check.unmet_by_layout(config))
+    assert [message.rpartition(": leave")[0] for message in found] == (
+        [f"--block-size {block_size} contradicts {SPLIT_TARGET}={sizes[0]}, which makes pages of {pages} tokens"]
+        if pages
+        else []
+    )
 
 
 def test_the_start_up_error_carries_it(model):

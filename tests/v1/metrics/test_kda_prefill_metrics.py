@@ -8,6 +8,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from vllm.v1.metrics.kda_prefill import KDAPrefillStatLogger
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm_kda_prefill.planning import Engine, Layout
 
@@ -82,3 +83,12 @@ def test_a_fallback_is_counted_by_its_reason():
         logger.record(stats, None)
     assert value("fallbacks_total", 7, reason="replayed_output") == 1
     assert value("fallbacks_total", 7, reason="no_room") is None
+
+
+def test_another_engine_in_the_same_process_is_counted_too(stats_of_two_prompts):
+    logger_of(3).record(stats_of_two_prompts[0][0], None)
+    assert value("spans_coalesced_total", 3) == 1
+    unregister_vllm_metrics()
+    assert value("spans_coalesced_total", 3) is None
+    logger_of(3).record(stats_of_two_prompts[0][0], None)
+    assert value("spans_coalesced_total", 3) == 1

@@ -41,6 +41,7 @@ def unmet_conditions(vllm_config: VllmConfig) -> Iterator[str]:
             model.architecture in MODELS,
             f"the model is {model.architecture}, not GLM-5.3-Flash ({' or '.join(MODELS)}): serve it with {GATE}=0",
         ),
+        (model.runner_type == "generate", f"the runner is {model.runner_type}: leave out --runner"),
         (model.dtype == torch.bfloat16, f"the dtype is {model.dtype}: pass --dtype bfloat16"),
         (cache.enable_prefix_caching, "prefix caching is off: pass --enable-prefix-caching"),
         (
@@ -146,8 +147,8 @@ def check(vllm_config: VllmConfig) -> None:
         ValueError: Conditions are unmet; one line names each, and how to meet it.
     """
     model = vllm_config.model_config
-    if model is None or model.runner_type == "draft":
-        return
+    if model is None or (model.runner_type == "draft" and vllm_config.scheduler_config.scheduler_cls == SCHEDULER):
+        return  # A drafter's configuration is a copy of one that was accepted.
     unmet = list(unmet_conditions(vllm_config))
     if unmet:
         raise ValueError(f"{GATE}=1, but this engine cannot coalesce KDA prefill: " + "; ".join(unmet))

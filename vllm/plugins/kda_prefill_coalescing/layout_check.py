@@ -37,9 +37,12 @@ def unmet_by_layout(vllm_config: VllmConfig) -> Iterator[str]:
     """Name what is wrong with a GLM-5.3-Flash engine's page sizes, with the way to mend it."""
     settings, unit, cache = split_settings(), attention_unit(vllm_config), vllm_config.cache_config
     if settings is not None:
-        yield from settings.problems(unit)
-        contradiction = cache.user_specified_block_size and settings.contradicted_by(cache.block_size)
-        if contradiction:
+        problems = list(settings.problems(unit))
+        yield from problems
+        target, mamba = settings.given()
+        targets = {target} if target is not None else {pair.target for pair in candidates(unit, None, mamba)}
+        contradiction = cache.user_specified_block_size and settings.contradicted_by(cache.block_size, targets)
+        if contradiction and not problems:
             yield contradiction
     page = recurrent_page(vllm_config, settings, unit)
     if page is not None and not forms_8k_path(page):

@@ -89,7 +89,7 @@ def apply(vllm_config: VllmConfig, unit: int) -> bool:
             f"{model.architecture} in Mamba cache mode {cache.mamba_cache_mode}: unset both"
         )
     sizes = resolve(settings, vllm_config, unit)
-    contradiction = cache.user_specified_block_size and settings.contradicted_by(cache.block_size, sizes.target)
+    contradiction = cache.user_specified_block_size and settings.contradicted_by(cache.block_size, (sizes.target,))
     if contradiction:
         raise ValueError(contradiction)
     cache.block_size, cache.mamba_block_size = sizes

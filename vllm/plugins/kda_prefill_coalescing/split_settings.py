@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Literal, NamedTuple
 
 from vllm.plugins.kda_prefill_coalescing import SPLIT_MAMBA as MAMBA
@@ -25,14 +25,13 @@ class SplitSettings(NamedTuple):
         """Both sizes, None for one that is to be chosen."""
         return (None if self.target == AUTO else self.target), (None if self.mamba == AUTO else self.mamba)
 
-    def contradicted_by(self, block_size: int, target: int | None = None) -> str:
-        """Why `--block-size` cannot stand beside an attention page of `target` tokens, as given if left out; empty
-        where it can, or where `auto` has not chosen yet."""
-        target = target or self.given()[0]
-        if target in (None, block_size):
+    def contradicted_by(self, block_size: int, targets: Collection[int]) -> str:
+        """Why `--block-size` cannot stand beside attention pages of one of `targets` tokens; empty where it can."""
+        if block_size in targets:
             return ""
+        sizes = " or ".join(str(size) for size in sorted(targets))
         return (
-            f"--block-size {block_size} contradicts {TARGET}={self.target}, which makes pages of {target} tokens: "
+            f"--block-size {block_size} contradicts {TARGET}={self.target}, which makes pages of {sizes} tokens: "
             "leave one out"
         )
 

@@ -7,21 +7,28 @@ fixed, so the counters ride in its LoRA field: with the gate on, LoRA is refused
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import REGISTRY, Counter, Gauge
 
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 LABELS = ("model_name", "engine")
+Metric = TypeVar("Metric", Counter, Gauge)
 
 
-@cache
+def _registered(make: Callable[[str], Metric], name: str) -> Metric:
+    """The metric of this name that Prometheus knows now: vLLM drops all of them when another engine starts."""
+    name = f"vllm:kda_prefill_{name}"
+    known = REGISTRY._names_to_collectors.get(name)
+    return make(name) if known is None else cast(Any, known)
+
+
 def _counter(name: str, documentation: str, *labels: str) -> Counter:
-    return Counter(f"vllm:kda_prefill_{name}", documentation, (*LABELS, *labels))
+    return _registered(lambda name: Counter(name, documentation, (*LABELS, *labels)), name)
 
 
 COUNTERS = {
@@ -35,9 +42,8 @@ GAUGES = {
 }
 
 
-@cache
 def _gauge(name: str, documentation: str) -> Gauge:
-    return Gauge(f"vllm:kda_prefill_{name}", documentation, LABELS, multiprocess_mode="mostrecent")
+    return _registered(lambda name: Gauge(name, documentation, LABELS, multiprocess_mode="mostrecent"), name)
 
 
 class KDAPrefillStatLogger(StatLoggerBase):
