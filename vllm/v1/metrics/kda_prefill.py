@@ -7,7 +7,6 @@ fixed, so the counters ride in its LoRA field: with the gate on, LoRA is refused
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from prometheus_client import REGISTRY, Counter, Gauge
@@ -20,15 +19,11 @@ LABELS = ("model_name", "engine")
 Metric = TypeVar("Metric", Counter, Gauge)
 
 
-def _registered(make: Callable[[str], Metric], name: str) -> Metric:
+def _registered(kind: type[Metric], name: str, documentation: str, *labels: str, **options: Any) -> Metric:
     """The metric of this name that Prometheus knows now: vLLM drops all of them when another engine starts."""
     name = f"vllm:kda_prefill_{name}"
     known = REGISTRY._names_to_collectors.get(name)
-    return make(name) if known is None else cast(Any, known)
-
-
-def _counter(name: str, documentation: str, *labels: str) -> Counter:
-    return _registered(lambda name: Counter(name, documentation, (*LABELS, *labels)), name)
+    return kind(name, documentation, (*LABELS, *labels), **options) if known is None else cast(Any, known)
 
 
 COUNTERS = {
@@ -40,10 +35,6 @@ GAUGES = {
     "pages": ("state_pages", "Free pages that hold a second-class state."),
     "share": ("state_pages_share", "Free pages that second-class states keep from the oldest other entries."),
 }
-
-
-def _gauge(name: str, documentation: str) -> Gauge:
-    return _registered(lambda name: Gauge(name, documentation, LABELS, multiprocess_mode="mostrecent"), name)
 
 
 class KDAPrefillStatLogger(StatLoggerBase):
@@ -79,12 +70,12 @@ class KDAPrefillStatLogger(StatLoggerBase):
     def _metric(self, key: str) -> Counter | Gauge:
         """What the scheduler's `key` is exported as, with this engine's labels."""
         if key in GAUGES:
-            return _gauge(*GAUGES[key]).labels(*self._labels)
+            return _registered(Gauge, *GAUGES[key], multiprocess_mode="mostrecent").labels(*self._labels)
         kind, _, reason = key.partition(":")
         if kind == "fallbacks":
-            counter = _counter("fallbacks", "Prefill spans on stock's path, by reason.", "reason")
+            counter = _registered(Counter, "fallbacks", "Prefill spans on stock's path, by reason.", "reason")
             return counter.labels(*self._labels, reason)
-        return _counter(*COUNTERS[kind]).labels(*self._labels)
+        return _registered(Counter, *COUNTERS[kind]).labels(*self._labels)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say at start."""

@@ -34,13 +34,13 @@ def select_kda_prefill(
     Raises ``ValueError`` for an unknown name and ``RuntimeError`` with the reason where an explicit choice
     cannot run here.
     """
-    _check_name(backend)
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown KDA prefill backend {backend!r}; choose one of {', '.join(BACKENDS)}")
     if backend == "triton":
         return None
     sizes = {"num_heads": num_heads, "max_num_tokens": max_num_tokens, "max_num_seqs": max_num_seqs}
-    names = _automatic(capability) if backend == "auto" else (backend,)
     reason = ""
-    for name in names:
+    for name in _allowed(backend, capability):
         reason = _unsupported(name, capability, head_dim, dtype, lower_bound)
         if not reason:
             try:
@@ -56,25 +56,18 @@ def select_kda_prefill(
 def unsupported(backend: str, *, capability: tuple[int, int] | None, head_dim: int, lower_bound: float | None) -> str:
     """Why no provider that ``backend`` allows takes such a bf16 layer on this device, or an empty string.
 
-    Nothing is imported or built, so that a layer which is supported may still fail to be: a package is missing.
-
-    Raises ``ValueError`` for an unknown name.
+    ``backend`` is one of ``BACKENDS`` that exports states. Nothing is imported or built, so that a layer which is
+    supported may still fail to be: a package is missing.
     """
-    _check_name(backend)
-    if backend == "triton":
-        return "it exports no states"
-    names = _automatic(capability) if backend == "auto" else (backend,)
+    names = _allowed(backend, capability)
     reasons = [_unsupported(name, capability, head_dim, torch.bfloat16, lower_bound) for name in names]
     return reasons[-1] if all(reasons) else ""
 
 
-def _check_name(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown KDA prefill backend {backend!r}; choose one of {', '.join(BACKENDS)}")
-
-
-def _automatic(capability: tuple[int, int] | None) -> tuple[str, ...]:
+def _allowed(backend: str, capability: tuple[int, int] | None) -> tuple[str, ...]:
     """Order of preference. The native kernel was measured on SM90 only; it has to be asked for elsewhere."""
+    if backend != "auto":
+        return (backend,)
     return ("native", "flashkda") if capability == (9, 0) else ("flashkda",)
 
 
