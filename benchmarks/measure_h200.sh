@@ -3,16 +3,17 @@
 #
 #   benchmarks/measure_h200.sh all   OUT [SECONDS]   every suite with ample KV cache, 500 s
 #   benchmarks/measure_h200.sh pair  OUT [SECONDS]   branches and decode, two servers of stock and of ladder, 500 s
+#   benchmarks/measure_h200.sh cold  OUT [SECONDS]   cold prompts, two servers of stock, ladder and equal, 400 s
 #   benchmarks/measure_h200.sh tight OUT [SECONDS]   conversations with a quarter of it, 330 s
 #
 # All servers share the GPU, take turns, and have processors of their own. Samples go to OUT/PART.jsonl as they are
 # made, the servers' logs to OUT/logs-*.tgz, and a short table to stdout. What is short of time takes fewer samples.
-# SERVE is another command than vllm serve, for a rehearsal; PROCESSORS (3) are each server's own, 0 for any.
+# SERVE is another command than vllm serve, for a rehearsal; PROCESSORS (3, cold: 2) are each server's own, 0 for any.
 # CAPTURE, as "4,8,16,32,64,512,1024,2048", are the batches in tokens that every arm captures CUDA graphs for; left out,
 # they are vLLM's own choice, which leaves the pass behind a hit to a host that takes longer over it than the GPU.
 # LOAD_FORMAT (seeded) is vLLM's; tests/engine/seeded_weights.py says what `seeded` needs. PYTHON (python3) runs it.
 set -uo pipefail
-part=${1:?all, pair or tight}
+part=${1:?all, pair, cold or tight}
 out=${2:?a folder to write to}
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
@@ -27,6 +28,7 @@ write_config(pathlib.Path(sys.argv[1]))' "$scratch/glm"
 keep_logs() { tar czf "$out/logs-$part.tgz" -C "$scratch" logs; rm -rf "$scratch"; }
 trap keep_logs EXIT
 
+processors=3
 case $part in
 all)
     seconds=${3:-500}
@@ -42,6 +44,12 @@ pair)
     arguments=(--arms "stock,ladder" --servers 2 --suites "branches,branches-room,decode" --sizes 8192 --samples 30)
     memory=$((4 << 30))
     ;;
+cold)
+    seconds=${3:-400}
+    arguments=(--arms "stock,ladder,equal" --servers 2 --suites cold --sizes "8192,2048,16384" --samples 100)
+    memory=$((4 << 30))
+    processors=2
+    ;;
 tight)
     # 224 blocks: a quarter of what 4 GiB hold.
     seconds=${3:-330}
@@ -49,13 +57,13 @@ tight)
     memory=$((2 << 30))
     ;;
 *)
-    echo "error: $part: give all, pair or tight" >&2
+    echo "error: $part: give all, pair, cold or tight" >&2
     exit 2
     ;;
 esac
 
 "$python" -m vllm_kda_prefill bench ab --model "$scratch/glm" "${arguments[@]}" --keep-going \
-    ${SERVE:+--serve "$SERVE"} --processors "${PROCESSORS:-3}" \
+    ${SERVE:+--serve "$SERVE"} --processors "${PROCESSORS:-$processors}" \
     --seconds "$seconds" --start-seconds 300 --output "$out/$part.jsonl" --logs "$scratch/logs" -- \
     --skip-tokenizer-init --load-format "${LOAD_FORMAT:-seeded}" --language-model-only \
     --max-model-len 70000 --max-num-batched-tokens 8192 --max-num-seqs 8 \
