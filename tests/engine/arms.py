@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine import one_gpu
 from tests.engine.compare import LISTED
 from tests.engine.glm import write_config
 
@@ -27,7 +28,10 @@ SPLIT = ("VLLM_GLM53_SPLIT_TARGET_BLOCK_SIZE", "VLLM_GLM53_SPLIT_MAMBA_BLOCK_SIZ
 @dataclass(frozen=True)
 class Arm:
     """How one engine is started; `split` is the attention and the recurrent page, None for stock's own, and `capture`
-    are the batches in tokens that CUDA graphs are captured for, none for vLLM's own choice."""
+    are the batches in tokens that CUDA graphs are captured for, none for vLLM's own choice.
+
+    With `tp` above 1 the ranks share the one GPU (`one_gpu.py`); `dcp` of them share a sequence's attention cache, in
+    what Hopper asks for then."""
 
     gate: bool
     eager: bool = True
@@ -39,6 +43,8 @@ class Arm:
     split: tuple[str, str] | None = ("512", "512")
     cache_gib: int = 2
     budget: int = 8192
+    tp: int = 1
+    dcp: int = 1
     log_limit: int = 100
     label: str = ""
 
@@ -48,6 +54,7 @@ class Arm:
             f"{'on' if self.gate else 'off'}-{'eager' if self.eager else 'graphs'}-mtp{self.mtp}-{self.policy}"
             f"-{self.backend}-{'x'.join(self.split or ('stock',))}{f'-{self.pages}pages' if self.pages else ''}"
             f"{f'-captured{max(self.capture)}' if self.capture else ''}"
+            f"{f'-tp{self.tp}dcp{self.dcp}' if self.tp > 1 else ''}"
             f"{self.label and '-' + self.label}"
         )
 
@@ -74,6 +81,14 @@ class Arm:
             arguments["num_gpu_blocks_override"] = self.pages
         if self.capture:
             arguments["compilation_config"] = {"cudagraph_capture_sizes": list(self.capture)}
+        if self.tp > 1:
+            arguments |= {"tensor_parallel_size": self.tp, "distributed_executor_backend": "mp"}
+        if self.dcp > 1:
+            arguments |= {
+                "decode_context_parallel_size": self.dcp,
+                "kv_cache_dtype": "fp8_ds_mla",
+                "cp_kv_cache_interleave_size": 16,
+            }
         if self.backend != "auto":
             arguments["additional_config"] = {"kda_prefill_backend": self.backend}
         return arguments
@@ -88,6 +103,7 @@ class Arm:
             "VLLM_B12X_KDA_PREFILL_COALESCING_LOG_LIMIT": str(self.log_limit),
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             **split,
+            **(one_gpu.environment(self.tp) if self.tp > 1 else {}),
         }
 
 

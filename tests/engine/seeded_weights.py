@@ -6,18 +6,24 @@ show. Here a parameter's values depend on its name and shape alone: two engines 
 
 from __future__ import annotations
 
+import os
 import zlib
 
 import torch
 from torch import nn
 
 from vllm.config import ModelConfig
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 
-def _fill(name: str, parameter: torch.Tensor) -> None:
-    generator = torch.Generator(device=parameter.device).manual_seed(zlib.crc32(name.encode()))
+def _fill(name: str, parameter: torch.Tensor, rank: int) -> None:
+    seed = f"{name}@{rank}" if rank else name
+    generator = torch.Generator(device=parameter.device).manual_seed(zlib.crc32(seed.encode()))
     shape = parameter.shape
 
     def normal(scale: float) -> torch.Tensor:
@@ -43,6 +49,10 @@ def _fill(name: str, parameter: torch.Tensor) -> None:
 
 def register() -> None:
     """Entry point of the `vllm.general_plugins` group; may run any number of times."""
+    if os.environ.get("KDA_ONE_GPU_RANKS"):
+        from tests.engine import one_gpu
+
+        one_gpu.install()
     from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER as loaders
 
     if "seeded" not in loaders:
@@ -53,7 +63,25 @@ class SeededModelLoader(DummyModelLoader):
     """Fills every floating-point parameter in place of loading it."""
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        rank = get_tensor_model_parallel_rank()
+        sharded = _sharded(model)
         with torch.no_grad():
             for name, parameter in model.state_dict(keep_vars=True).items():
                 if parameter.is_floating_point() and parameter.numel():
-                    _fill(name, parameter)
+                    _fill(name, parameter, rank if name in sharded else 0)
+
+
+def _sharded(model: nn.Module) -> set[str]:
+    """Parameters that are a rank's own part of a larger one. Ranks must hold different parts, or a mix-up of two
+    ranks' data would not show; what is not in parts must be the same on all."""
+    return {
+        f"{name}.{own}"
+        for name, module in model.named_modules()
+        if isinstance(module, RoutedExperts) or _is_sharded(module)
+        for own, _ in module.named_parameters()
+    }
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    parallel = isinstance(module, LinearBase | VocabParallelEmbedding) and not isinstance(module, ReplicatedLinear)
+    return parallel and bool(module.tp_size > 1)  # type: ignore[operator]

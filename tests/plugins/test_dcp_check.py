@@ -5,15 +5,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from vllm.model_executor.layers import sparse_attn_indexer
 from vllm.platforms.interface import DeviceCapability
-from vllm.plugins.kda_prefill_coalescing.dcp_check import unmet_by_dcp
+from vllm.plugins.kda_prefill_coalescing.dcp_check import MERGED_ROWS, unmet_by_dcp
 from vllm_kda_prefill.planning_platform import PlanningPlatform
 
 
 @pytest.fixture
 def unmet(monkeypatch):
-    def check(tp=4, dcp=4, dtype="fp8_ds_mla", interleave=16, heads=64, capability=9):
+    def check(tp=4, dcp=4, dtype="fp8_ds_mla", interleave=16, heads=64, topk=8192, capability=9):
         value = DeviceCapability(capability, 0)
         monkeypatch.setattr(PlanningPlatform, "get_device_capability", classmethod(lambda cls, device_id=0: value))
         config: Any = SimpleNamespace(
@@ -21,7 +23,9 @@ def unmet(monkeypatch):
                 tensor_parallel_size=tp, decode_context_parallel_size=dcp, cp_kv_cache_interleave_size=interleave
             ),
             cache_config=SimpleNamespace(cache_dtype=dtype),
-            model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_attention_heads=heads, index_kpool=16)),
+            model_config=SimpleNamespace(
+                hf_text_config=SimpleNamespace(num_attention_heads=heads, index_topk=topk, index_kpool=16)
+            ),
         )
         return list(unmet_by_dcp(config))
 
@@ -37,7 +41,8 @@ def unmet(monkeypatch):
         {"dtype": "nvfp4_ds_mla"},
         {"tp": 2, "dcp": 2, "heads": 32},
         {"tp": 8, "dcp": 8},
-        {"dcp": 1, "dtype": "auto", "interleave": 1, "tp": 1},
+        {"dcp": 1, "dtype": "auto", "interleave": 1, "tp": 1, "topk": 2048},
+        {"topk": 32768},
         {"capability": 12, "dtype": "fp8", "tp": 2, "dcp": 2},
     ],
 )
@@ -53,6 +58,8 @@ def test_layouts_that_run_are_let_through(unmet, engine):
         ({"dtype": "auto"}, "this one is auto: pass --kv-cache-dtype fp8_ds_mla"),
         ({"dtype": "fp8"}, "this one is fp8: pass --kv-cache-dtype fp8_ds_mla"),
         ({"tp": 2, "dcp": 2}, "fewer than 32 attention heads a rank, and --tensor-parallel-size 2 leaves 32"),
+        ({"topk": 2048}, "not this model's 128 .index_topk 2048 in rows of 16.: pass --decode-context-parallel-size 1"),
+        ({"topk": 4096, "capability": 12}, "merges 512, 1024, 2048 rows .* not this model's 256"),
         ({"tp": 4, "dcp": 4, "heads": 96}, "the 24 attention heads of one rank and the 96 of the 4 that DCP gathers"),
     ],
 )
@@ -62,4 +69,17 @@ def test_layouts_that_stock_cannot_run_are_refused(unmet, engine, message):
 
 
 def test_all_that_is_wrong_is_named_at_once(unmet):
-    assert len(unmet(tp=2, dcp=2, dtype="auto", interleave=1)) == 3
+    assert len(unmet(tp=2, dcp=2, dtype="auto", interleave=1, topk=2048)) == 4
+
+
+@pytest.mark.parametrize("rows", [1, 64, 128, 256, 512, 1024, 2048, 4096])
+def test_stock_merges_the_numbers_of_rows_that_are_let_through(monkeypatch, rows):
+    monkeypatch.setattr(sparse_attn_indexer, "has_cutedsl", lambda: True)
+    on_a_gpu: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    indices: Any = SimpleNamespace(dtype=torch.int32)
+    check = sparse_attn_indexer._assert_cutedsl_dcp_merge_supported
+    if rows in MERGED_ROWS:
+        check(on_a_gpu, indices, rows)
+    else:
+        with pytest.raises(RuntimeError, match=f"got {rows}"):
+            check(on_a_gpu, indices, rows)

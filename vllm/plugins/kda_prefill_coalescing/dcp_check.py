@@ -2,7 +2,8 @@
 """Whether stock's attention can run GLM-5.3-Flash under decode context parallelism on the GPU at hand.
 
 Stock finds out after the weights are loaded, one condition at a time. Hopper has a single sparse MLA kernel that
-returns what the ranks' partial results are merged with (FlashMLA), and that one in a single form.
+returns what the ranks' partial results are merged with (FlashMLA), and that one in a single form. On any GPU the
+ranks' indexers must select as many rows as stock's merge of their selections was made for.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ CACHE_DTYPES = ("fp8_ds_mla", "nvfp4_ds_mla")
 HEADS_OF_ONE_BATCH = 32
 """From this many heads a rank on, FlashMLA runs prefills apart from decodes and returns nothing to merge for them."""
 
+MERGED_ROWS = (512, 1024, 2048)
+"""How many rows the ranks' indexers may select, for their selections to be merged. Other numbers end the engine at its
+first prompt."""
+
 HEAD_PADDINGS = (64, 128)
 """Query heads that FlashMLA's fp8 kernel pads to."""
 
@@ -30,7 +35,14 @@ def unmet_by_dcp(vllm_config: VllmConfig) -> Iterator[str]:
     ranks = parallel.decode_context_parallel_size
     if ranks == 1:
         return
-    rows = getattr(model.hf_text_config, "index_kpool", 1)
+    text = model.hf_text_config
+    rows = getattr(text, "index_kpool", 1)
+    selected = text.index_topk // rows
+    if selected not in MERGED_ROWS:
+        yield (
+            f"vLLM merges {', '.join(map(str, MERGED_ROWS))} rows that the ranks' indexers select, not this model's "
+            f"{selected} (index_topk {text.index_topk} in rows of {rows}): pass --decode-context-parallel-size 1"
+        )
     interleave = parallel.cp_kv_cache_interleave_size
     if interleave % rows:
         yield (

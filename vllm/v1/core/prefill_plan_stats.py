@@ -8,11 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import vllm.envs as envs
-from vllm.logger import init_logger
+from vllm.v1.core.prefill_plan_log import PlanLog
 from vllm.v1.core.recurrent_prefill_checkpoint import BoundPlan
-
-logger = init_logger(__name__)
 
 
 class Fallback(StrEnum):
@@ -43,7 +40,7 @@ class PrefillPlanStats:
     fallbacks: Counter[Fallback] = field(default_factory=Counter)
     _taken: dict[str, int] = field(default_factory=dict)
     _levels: dict[str, int] = field(default_factory=dict)
-    _plans_to_log: int = field(default_factory=lambda: envs.VLLM_B12X_KDA_PREFILL_COALESCING_LOG_LIMIT)
+    _log: PlanLog = field(default_factory=PlanLog)
 
     def record_span(self, exported: int, not_exported: int) -> None:
         self.spans += 1
@@ -71,13 +68,11 @@ class PrefillPlanStats:
 
     def log_plan(self, request_id: str, plan: BoundPlan) -> None:
         """Log one bound plan, as long as the configured number of them is not reached."""
-        if self._plans_to_log > 0:
-            self._plans_to_log -= 1
-            logger.info(
-                "KDA prefill plan: request %s, query [%d, %d), checkpoints %s, pages %s",
-                request_id,
-                plan.start,
-                plan.end,
-                list(plan.positions),
-                dict(plan.pages),
-            )
+        self._log.line(
+            "KDA prefill plan: request %s, query [%d, %d), checkpoints %s, pages %s",
+            request_id,
+            plan.start,
+            plan.end,
+            list(plan.positions),
+            dict(plan.pages),
+        )

@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backends.gdn_checkpoint import NOTHING, CheckpointedGDNMetadataBuilder, GroupRows
+from vllm.v1.core.prefill_plan_log import PlanLog
 from vllm.v1.core.recurrent_prefill_checkpoint import BoundPlan
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
-from vllm.v1.worker.prefill_plan_rows import bind_rows
+from vllm.v1.worker.prefill_plan_rows import CheckpointRows, bind_rows
 from vllm.v1.worker.utils import AttentionGroup
 
 
@@ -54,6 +56,7 @@ class CheckpointedMambaHybridModelState(MambaHybridModelState):
                 group_ids=builders.keys(),
                 num_pages=kv_cache_config.num_blocks,
             )
+            self._log_rows(plans, input_batch.req_ids, rows)
             self._bound = None
             for group_id, group_builders in builders.items():
                 for builder in group_builders:
@@ -68,6 +71,29 @@ class CheckpointedMambaHybridModelState(MambaHybridModelState):
             for_capture,
             **kwargs,
         )
+
+    @cached_property
+    def _log(self) -> PlanLog:
+        return PlanLog()
+
+    def _log_rows(
+        self, plans: Mapping[str, BoundPlan], request_ids: Sequence[str], rows: CheckpointRows | None
+    ) -> None:
+        """Log what this rank exports; all ranks log the same."""
+        if rows is None or not self._log.wants:
+            return
+        for request_id, plan in plans.items():
+            row = request_ids.index(request_id)
+            count = len(plan.positions)
+            self._log.line(
+                "KDA prefill rows: request %s in row %d, query [%d, %d), offsets %s, pages %s",
+                request_id,
+                row,
+                plan.start,
+                plan.end,
+                rows.offsets[row, :count].tolist(),
+                {group: slots[row, :count].tolist() for group, slots in rows.slots.items()},
+            )
 
     def _bind_none(self, attn_groups: list[list[AttentionGroup]], announced: bool) -> None:
         """Let the builders export nothing, or in a batch that was not announced what stock's rule says.
