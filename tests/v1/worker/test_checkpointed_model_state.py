@@ -10,7 +10,9 @@ mamba_hybrid = pytest.importorskip(
     "vllm.v1.worker.gpu.model_states.mamba_hybrid", reason="stock's GPU model states do not import here"
 )
 
+from vllm.plugins.kda_prefill_coalescing import settings  # noqa: E402
 from vllm.v1.attention.backends.gdn_checkpoint import NOTHING, CheckpointedGDNMetadataBuilder  # noqa: E402
+from vllm.v1.core import prefill_plan_log  # noqa: E402
 from vllm.v1.core.recurrent_prefill_checkpoint import BoundPlan  # noqa: E402
 from vllm.v1.worker.gpu.model_states.checkpointed_mamba_hybrid import (  # noqa: E402
     CheckpointedMambaHybridModelState,
@@ -57,6 +59,7 @@ class Batches:
 
 @pytest.fixture
 def batches(monkeypatch):
+    settings.register()
     made = Batches()
     monkeypatch.setattr(
         mamba_hybrid.MambaHybridModelState,
@@ -117,3 +120,16 @@ def test_a_plan_that_does_not_fit_leaves_nothing_bound(batches):
         batches.prepare({"a": wrong})
     assert [builder.rows for builder in batches.builders] == [NOTHING, NOTHING]
     assert batches.prepare(None) == [None, None]
+
+
+@pytest.mark.parametrize(("limit", "logged"), [(0, 0), (2, 2)])
+def test_what_a_rank_exports_is_logged_up_to_the_limit(batches, monkeypatch, limit, logged):
+    lines: list[str] = []
+    log = SimpleNamespace(info=lambda message, *values: lines.append(message % values))
+    monkeypatch.setattr(prefill_plan_log, "logger", log)
+    monkeypatch.setenv(settings.LOG_LIMIT, str(limit))
+    for _ in range(3):
+        batches.prepare({"a": PLAN})
+        batches.prepare({})
+    line = "KDA prefill rows: request a in row 0, query [0, 1024), offsets [512], pages {1: [30], 2: [31]}"
+    assert lines == [line] * logged
