@@ -48,6 +48,10 @@ class Arm:
     log_limit: int = 100
     label: str = ""
 
+    def __post_init__(self) -> None:
+        if self.tp > 1 and not self.eager:
+            raise ValueError("ranks that share a GPU run eager only: leave eager as it is")
+
     @property
     def name(self) -> str:
         return (
@@ -178,13 +182,15 @@ class Runs:
     """Every arm's answers, a few engines at a time on the one GPU; an arm that failed fails the tests that ask for it.
 
     `KDA_ENGINE_ARMS` (names, comma separated) runs some of the arms only; tests of the others are skipped. Logs and
-    answers are kept in the folder `KDA_ENGINE_LOGS` if it is set.
+    answers are kept in the folder `KDA_ENGINE_LOGS` if it is set. `config` goes to `write_config`.
     """
 
-    def __init__(self, arms: dict[str, tuple[Arm, list[dict[str, Any]]]], folder: Path, at_once: int = 5) -> None:
+    def __init__(
+        self, arms: dict[str, tuple[Arm, list[dict[str, Any]]]], folder: Path, at_once: int = 5, **config: int
+    ) -> None:
         self.folder = Path(os.environ.get("KDA_ENGINE_LOGS", folder))
         self.arms = {name: arm for name, (arm, _) in arms.items()}
-        self.model = write_config(folder / "glm")
+        self.model = write_config(folder / "glm", **config)
         at_once = min(at_once, _engines_that_fit(18 + max(arm.cache_gib for arm in self.arms.values())))
         chosen = os.environ.get("KDA_ENGINE_ARMS")
         names = [name.strip() for name in chosen.split(",")] if chosen else list(arms)

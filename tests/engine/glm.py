@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 
-def write_config(folder: Path, layers: int = 8, experts: int = 32, heads: int = 64) -> Path:
+def write_config(folder: Path, layers: int = 8, experts: int = 32, heads: int = 64, topk: int = 2048) -> Path:
     """Write a config.json that vLLM serves with `--language-model-only`; the wrapper is what MTP needs.
 
-    `heads` are those of attention; the linear layers have 64."""
+    `heads` are those of attention, while the linear layers have 64; `topk` is how many tokens the indexer selects."""
     text: dict[str, Any] = {
         "model_type": "glm5_next_text",
         "dtype": "bfloat16",
@@ -23,6 +23,7 @@ def write_config(folder: Path, layers: int = 8, experts: int = 32, heads: int = 
         "num_experts_per_tok": min(8, experts),
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
+        "index_topk": topk,
         "vocab_size": 32000,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",

@@ -1,8 +1,9 @@
 """Several ranks of one engine on a single GPU.
 
 NCCL takes one rank a GPU. Here the ranks' collectives go through shared memory of the host instead, as a backend of
-torch.distributed that vLLM is made to use; all else, workers, kernels and KV caches, is what several GPUs would run.
-Eager only, and no time in it means anything. `KDA_ONE_GPU_RANKS`, the number of ranks, switches it on.
+torch.distributed that vLLM is made to use. So vLLM's own all-reduce and what it writes straight to other ranks' memory
+are not run; workers, kernels and KV caches are what several GPUs would run. Eager only, on x86 (what a rank writes is
+seen in order), and no time in it means anything. `KDA_ONE_GPU_RANKS`, the number of ranks, switches it on.
 """
 
 from __future__ import annotations
@@ -46,17 +47,18 @@ class Segments:
         descriptor, name = tempfile.mkstemp(prefix="one-gpu-", dir="/dev/shm")
         os.ftruncate(descriptor, HEADER + CAPACITY)
         os.close(descriptor)
-        store.set(f"segment-{rank}", name)
-        paths = [store.get(f"segment-{other}").decode() for other in range(size)]
         maps = []
-        for path in paths:
-            with open(path, "r+b") as file:
-                maps.append(mmap.mmap(file.fileno(), HEADER + CAPACITY))
-        self._arrivals = [np.frombuffer(memory, np.int64, 1) for memory in maps]
-        self._data = [torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER) for memory in maps]
-        self._count = 0
-        self.barrier()
-        Path(name).unlink()  # Everyone has it open.
+        try:
+            store.set(f"segment-{rank}", name)
+            for other in range(size):
+                with open(store.get(f"segment-{other}").decode(), "r+b") as file:
+                    maps.append(mmap.mmap(file.fileno(), HEADER + CAPACITY))
+            self._arrivals = [np.frombuffer(memory, np.int64, 1) for memory in maps]
+            self._data = [torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER) for memory in maps]
+            self._count = 0
+            self.barrier()  # Everyone has it open.
+        finally:
+            Path(name).unlink()
 
     def barrier(self) -> None:
         """Wait until every rank has come here as often as this one.

@@ -1,7 +1,8 @@
 """A vLLM load format, `seeded`, whose random weights have the scale of trained ones.
 
 vLLM's own dummy weights are so small that logits hardly depend on the prompt, so a wrong state would not
-show. Here a parameter's values depend on its name and shape alone: two engines hold the same model.
+show. Here a parameter's values depend on its name and shape alone, and where it is a rank's part of a larger
+one on the rank: two engines of as many ranks hold the same model.
 """
 
 from __future__ import annotations
@@ -64,24 +65,30 @@ class SeededModelLoader(DummyModelLoader):
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         rank = get_tensor_model_parallel_rank()
-        sharded = _sharded(model)
+        parts = parts_of_a_rank(model)
         with torch.no_grad():
             for name, parameter in model.state_dict(keep_vars=True).items():
                 if parameter.is_floating_point() and parameter.numel():
-                    _fill(name, parameter, rank if name in sharded else 0)
+                    _fill(name, parameter, rank if id(parameter) in parts else 0)
 
 
-def _sharded(model: nn.Module) -> set[str]:
-    """Parameters that are a rank's own part of a larger one. Ranks must hold different parts, or a mix-up of two
-    ranks' data would not show; what is not in parts must be the same on all."""
-    return {
-        f"{name}.{own}"
-        for name, module in model.named_modules()
-        if isinstance(module, RoutedExperts) or _is_sharded(module)
-        for own, _ in module.named_parameters()
-    }
+def parts_of_a_rank(model: nn.Module) -> set[int]:
+    """Ids of the parameters that are a rank's own part of a larger one.
 
-
-def _is_sharded(module: nn.Module) -> bool:
-    parallel = isinstance(module, LinearBase | VocabParallelEmbedding) and not isinstance(module, ReplicatedLinear)
-    return parallel and bool(module.tp_size > 1)  # type: ignore[operator]
+    Ranks must hold different parts, or a mix-up of two ranks' data would not show; what is not in parts must be equal
+    on all. A parameter may have several names: the experts hold the router's bias as well. (In KDA's joint projection
+    two small matrices that ranks have in common get different values too; what they make stays on the rank.)
+    """
+    parts: set[int] = set()
+    whole: set[int] = set()
+    for module in model.modules():
+        own = {name: id(parameter) for name, parameter in module.named_parameters(recurse=False)}
+        if isinstance(module, ReplicatedLinear):
+            whole.update(own.values())
+        elif isinstance(module, RoutedExperts):
+            parts.update(own.values())
+        elif isinstance(module, LinearBase | VocabParallelEmbedding):
+            parts.update(own.values() if int(module.tp_size) > 1 else ())
+        else:
+            parts.update(own[name] for name in ("A_log", "dt_bias") if name in own)  # A value a head.
+    return parts - whole

@@ -100,8 +100,8 @@ def test_what_is_larger_than_a_segment_goes_in_pieces():
 
 
 def a_rank_is_missing(rank, ranks, port):
-    one_gpu.TIMEOUT = 0.2
     with one_gpu.group(rank, ranks, port):
+        one_gpu.TIMEOUT = 0.2
         if rank == 0:
             with pytest.raises(TimeoutError, match=r"rank 1 of 2 did not come to a collective within 0\.2 s"):
                 dist.all_reduce(torch.ones(1))
