@@ -227,15 +227,10 @@ class Communicator(DeviceCommunicatorBase):
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).movedim(0, dim)
 
 
-def create(store: Any, rank: int, size: int, timeout: Any) -> OneGpuGroup:
-    """What torch.distributed calls for a group of this backend."""
-    return OneGpuGroup(store, rank, size, timeout)
-
-
 def register_backend() -> None:
     """Make the backend known to torch.distributed; may run any number of times."""
     if BACKEND.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(BACKEND, create, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(BACKEND, OneGpuGroup, devices=["cpu", "cuda"])
 
 
 def install() -> None:

@@ -14,33 +14,33 @@ from typing import Any
 import pytest
 
 from tests.engine.arms import Arm, Runs, generate, prompt
-from tests.engine.compare import LISTED, difference, rounded
+from tests.engine.branches import (
+    BASE,
+    BRANCHES,
+    MARGIN,
+    STOCK_BRANCHES,
+    Run,
+    branch,
+    branch_steps,
+    check_hits,
+    differences,
+)
+from tests.engine.compare import difference, rounded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 LENGTHS: tuple[int, ...] = (1, 2, 15, 16, 17, 100, 511, 512, 513, 514, 1023, 1024, 1025, 2048, 3000, 4095, 4096)
 LENGTHS += (4608, 8191, 8192, 8193, 9000, 16384, 32768)
-BRANCHES = (7900, 7400, 6500, 5000)
 HITS = [7680, 7168, 6144, 4096]
-STOCK_BRANCHES = (7700, 7800, 7900, 8000)
-BASE = prompt(8192, 1)
 CAPTURE = (4, 8, 16, 32, 64, 128, 512, 1024, 2048)
 """Batches with CUDA graphs: decoding, and passes short enough to end a hit, with states inside and padded ones too."""
-
-
-def branch(at: int) -> list[int]:
-    """A prompt of 8,192 tokens that leaves BASE at `at`."""
-    return BASE[:at] + prompt(8192 - at, at)
 
 
 COLD = [generate(prompt(length, 1000 + length), 64, 200) for length in LENGTHS]
 
 
 def steps(branches: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Cold prompts; branches after their base; the same branches uncached."""
-    hits = [generate(branch(at), 8, LISTED) for at in branches]
-    uncached = [step for at in branches for step in ({"reset": True}, generate(branch(at), 8, LISTED))]
-    return [*COLD, {"reset": True}, generate(BASE, 8, 1), *hits, *uncached, {"summary": True}]
+    return [*COLD, *branch_steps(branches)]
 
 
 FAULT = [generate(BASE, 1, 1), {"zero_state": 7168}, generate(branch(7400), 8, 20)]
@@ -67,20 +67,11 @@ REPEATABLE = [index for index, length in enumerate(LENGTHS) if length <= 2048]
 """Prompts short enough for stock's sparse attention to take every token: it repeats those to the last bit."""
 
 
-MARGIN = 1.5
-"""How many times stock's own cold differences an arm's may be."""
 LONG = [index for index, length in enumerate(LENGTHS) if length > 2048]
 
 
-class Run:
-    """What an arm with all of `steps` answered."""
-
-    def __init__(self, answers: list[Any]) -> None:
-        end = len(steps(BRANCHES))
-        self.summary, self.fault = answers[end - 1], answers[end + 1 :]
-        self.cold = cold(answers)
-        warm = answers[len(COLD) + 2 : end - 1]
-        self.hits, self.uncached = warm[: len(BRANCHES)], warm[len(BRANCHES) + 1 :: 2]
+def run(answers: list[Any]) -> Run:
+    return Run(answers, len(COLD))
 
 
 def cold(answers: list[Any]) -> list[Any]:
@@ -95,41 +86,23 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture
 def stock(runs):
-    return Run(runs.answers("stock"))
+    return run(runs.answers("stock"))
 
 
 @pytest.fixture
 def stock_again(runs):
-    return Run(runs.answers("stock again"))
-
-
-def cold_differences(left: list[Any], right: list[Any]) -> list[float]:
-    return [difference(a, b) for a, b in zip(left, right, strict=True)]
+    return run(runs.answers("stock again"))
 
 
 def own_differences(runs: Any, stock: Run) -> dict[str, list[float]]:
     """How far stock's cold answers are from those of stock engines that ought to give the same."""
     others = ("stock again", "stock triton", "stock in chunks")
-    return {name: cold_differences(stock.cold, cold(runs.answers(name))) for name in others}
+    return {name: differences(stock.cold, cold(runs.answers(name))) for name in others}
 
 
 @pytest.fixture
 def stocks_own(runs, stock):
     return own_differences(runs, stock)
-
-
-def check_hits(hits: list[Any], uncached: list[Any], stock: Run) -> str:
-    """Hold answers after hits against the same prompts uncached, as far as stock's own hits are from theirs.
-
-    Returns:
-        What was found, for the report.
-    """
-    own = [difference(a, b) for a, b in zip(stock.hits, stock.uncached, strict=True)]
-    found = [difference(a, b) for a, b in zip(hits, uncached, strict=True)]
-    report = f"differences {rounded(found)}, stock's {rounded(own)}"
-    # Two times: both are the worst of four draws.
-    assert max(found) <= 2 * max(own), report
-    return report
 
 
 def test_the_random_model_depends_on_its_prompt(stock):
@@ -140,14 +113,14 @@ def test_the_random_model_depends_on_its_prompt(stock):
 
 
 def test_stock_repeats_itself_where_attention_takes_every_token(stock, stock_again):
-    found = cold_differences(stock.cold, stock_again.cold)
+    found = differences(stock.cold, stock_again.cold)
     assert [found[index] for index in REPEATABLE] == [0.0] * len(REPEATABLE)
 
 
 @pytest.mark.parametrize("arm", COALESCED)
 def test_cold_prompts_differ_from_stock_no_more_than_stock_from_itself(arm, runs, stocks_own):
-    ours = Run(runs.answers(arm))
-    found = cold_differences(cold(runs.answers(COALESCED[arm])), ours.cold)
+    ours = run(runs.answers(arm))
+    found = differences(cold(runs.answers(COALESCED[arm])), ours.cold)
     print(f"\n{arm}, cold, against stock {rounded(found)}")
     for name, own in stocks_own.items():
         print(f"  {name}, against stock {rounded(own)}")
@@ -166,7 +139,7 @@ def test_answers_to_other_prompts_are_farther_off_than_that(stock, stocks_own):
 
 
 def test_flashkda_with_at_most_one_export_is_stock_to_the_last_bit(runs, stock):
-    ours = Run(runs.answers("flashkda"))
+    ours = run(runs.answers("flashkda"))
     for index in ONE_STATE:
         assert ours.cold[index]["tokens"] == stock.cold[index]["tokens"]
         assert ours.cold[index]["logprobs"] == stock.cold[index]["logprobs"]
@@ -174,7 +147,7 @@ def test_flashkda_with_at_most_one_export_is_stock_to_the_last_bit(runs, stock):
 
 @pytest.mark.parametrize("arm", COALESCED)
 def test_branches_hit_the_state_below_them(arm, runs):
-    ours = Run(runs.answers(arm))
+    ours = run(runs.answers(arm))
     assert [answer["cached"] for answer in ours.hits] == HITS
     assert [answer["cached"] for answer in ours.uncached] == [0] * len(BRANCHES)
 
@@ -186,12 +159,12 @@ def test_stock_hits_its_one_state_only(stock, stock_again):
 
 @pytest.mark.parametrize("arm", COALESCED)
 def test_a_hit_differs_from_an_uncached_run_no_more_than_stocks_hits_do(arm, runs):
-    ours = Run(runs.answers(arm))
-    print(f"\n{arm}, hits: {check_hits(ours.hits, ours.uncached, Run(runs.answers(COALESCED[arm])))}")
+    ours = run(runs.answers(arm))
+    print(f"\n{arm}, hits: {check_hits(ours.hits, ours.uncached, run(runs.answers(COALESCED[arm])))}")
 
 
 def test_a_planted_wrong_state_fails_the_test_above(runs, stock):
-    native = Run(runs.answers("native"))
+    native = run(runs.answers("native"))
     _, zeroed, answer = native.fault
     assert zeroed > 0
     assert answer["cached"] == 7168
@@ -202,9 +175,9 @@ def test_a_planted_wrong_state_fails_the_test_above(runs, stock):
 
 @pytest.mark.parametrize("arm", COALESCED)
 def test_the_planner_counted_its_exports(arm, runs):
-    summary = Run(runs.answers(arm)).summary
+    summary = run(runs.answers(arm)).summary
     assert summary["block_sizes"][:2] == [512, 512]
     assert not any(name.startswith("fallbacks") for name in summary["counts"])
     # Cold prompts, the base and the uncached branches export all their rungs; each branch what it computes.
     assert summary["counts"]["states"] >= 4 * (1 + len(BRANCHES))
-    assert Run(runs.answers(COALESCED[arm])).summary["counts"] is None
+    assert run(runs.answers(COALESCED[arm])).summary["counts"] is None

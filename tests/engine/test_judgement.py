@@ -74,7 +74,7 @@ class MadeUpRuns:
 
 
 def judge_all(runs: Any) -> None:
-    stock, again = (engine.Run(runs.answers(name)) for name in ("stock", "stock again"))
+    stock, again = (engine.run(runs.answers(name)) for name in ("stock", "stock again"))
     stocks_own = engine.own_differences(runs, stock)
     engine.test_the_random_model_depends_on_its_prompt(stock)
     engine.test_stock_repeats_itself_where_attention_takes_every_token(stock, again)

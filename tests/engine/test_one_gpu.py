@@ -1,27 +1,21 @@
 """Ranks on one GPU get from shared memory what the same collectives give over gloo, under vLLM's own groups."""
 
 import multiprocessing
-import socket
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.engine import one_gpu
+from vllm.utils.network_utils import get_open_port
 
 RANKS = 4
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def on_ranks(work, ranks, *arguments):
     """Run `work(rank, ranks, port, *arguments)` in a process each; all must end well."""
     context = multiprocessing.get_context("fork")
-    port = free_port()
+    port = get_open_port()
     processes = [context.Process(target=work, args=(rank, ranks, port, *arguments)) for rank in range(ranks)]
     for process in processes:
         process.start()

@@ -13,16 +13,13 @@ from typing import Any
 import pytest
 
 from tests.engine.arms import Arm, Runs, generate, prompt
-from tests.engine.compare import LISTED, difference, rounded
+from tests.engine.branches import BRANCHES, MARGIN, STOCK_BRANCHES, Run, branch_steps, check_hits, differences
+from tests.engine.compare import rounded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
 
 LENGTHS = (1, 17, 512, 1025, 2048, 4096, 8192, 9000, 16384, 32768)
-BASE = prompt(8192, 1)
-BRANCHES = (7900, 7400, 6500, 5000)
-STOCK_BRANCHES = (7700, 7800, 7900, 8000)
-MARGIN = 1.5
-"""How many times stock's own differences an arm's may be."""
+COLD = [generate(prompt(length, 1000 + length), 16, 200) for length in LENGTHS]
 
 LAYOUTS = {"tp2": (2, 1), "tp2 dcp2": (2, 2), "tp4": (4, 1), "tp4 dcp2": (4, 2), "tp4 dcp4": (4, 4)}
 """Ranks, and how many of them share a sequence's attention cache."""
@@ -30,36 +27,15 @@ HITS = {1: [7680, 7168, 6144, 4096], 2: [7680, 7168, 6144, 4096], 4: [7680, 6144
 """By DCP, the deepest state below each branch that attention reaches too, in blocks of 512 tokens a rank."""
 
 
-def branch(at: int) -> list[int]:
-    """A prompt of 8,192 tokens that leaves BASE at `at`."""
-    return BASE[:at] + prompt(8192 - at, at)
-
-
-def steps(branches: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Cold prompts; branches after their base; the same branches uncached."""
-    cold = [generate(prompt(length, 1000 + length), 16, 200) for length in LENGTHS]
-    hits = [generate(branch(at), 8, LISTED) for at in branches]
-    uncached = [step for at in branches for step in ({"reset": True}, generate(branch(at), 8, LISTED))]
-    return [*cold, {"reset": True}, generate(BASE, 8, 1), *hits, *uncached, {"summary": True}]
-
-
 def arms(ranks: int) -> dict[str, tuple[Arm, list[dict[str, Any]]]]:
     """All arms of so many ranks: the gate on, stock, and stock with its other KDA kernel."""
     made = {}
     for name, (tp, dcp) in LAYOUTS.items():
         if tp == ranks:
-            made[name] = (Arm(True, tp=tp, dcp=dcp), steps(BRANCHES))
-            made[f"stock {name}"] = (Arm(False, tp=tp, dcp=dcp), steps(STOCK_BRANCHES))
-            made[f"triton {name}"] = (Arm(False, backend="triton", tp=tp, dcp=dcp), steps(())[: len(LENGTHS)])
+            made[name] = (Arm(True, tp=tp, dcp=dcp), [*COLD, *branch_steps(BRANCHES)])
+            made[f"stock {name}"] = (Arm(False, tp=tp, dcp=dcp), [*COLD, *branch_steps(STOCK_BRANCHES)])
+            made[f"triton {name}"] = (Arm(False, backend="triton", tp=tp, dcp=dcp), COLD)
     return made
-
-
-class Run:
-    """What an arm with all of `steps` answered."""
-
-    def __init__(self, answers: list[Any]) -> None:
-        self.cold, rest = answers[: len(LENGTHS)], answers[len(LENGTHS) + 2 :]
-        self.hits, self.uncached, self.summary = rest[: len(BRANCHES)], rest[len(BRANCHES) + 1 : -1 : 2], rest[-1]
 
 
 @pytest.fixture(scope="session")
@@ -80,39 +56,40 @@ def runs(all_runs, layout):
     return all_runs[LAYOUTS[layout][0]]
 
 
-def differences(left: list[Any], right: list[Any]) -> list[float]:
-    return [difference(a, b) for a, b in zip(left, right, strict=True)]
+@pytest.fixture
+def ours(layout, runs):
+    return Run(runs.answers(layout), len(COLD))
 
 
-def test_cold_prompts_differ_from_stock_no_more_than_its_kernels_do(layout, runs):
-    ours, stock = Run(runs.answers(layout)), Run(runs.answers(f"stock {layout}"))
+@pytest.fixture
+def stock(layout, runs):
+    return Run(runs.answers(f"stock {layout}"), len(COLD))
+
+
+def test_cold_prompts_differ_from_stock_no_more_than_its_kernels_do(layout, runs, ours, stock):
     found = differences(ours.cold, stock.cold)
     own = differences(runs.answers(f"triton {layout}"), stock.cold)
     print(f"\n{layout}, cold, against stock {rounded(found)}; stock's kernels {rounded(own)}")
     assert max(found) <= MARGIN * max(own)
 
 
-def test_branches_hit_the_state_below_them(layout, runs):
-    ours, stock = Run(runs.answers(layout)), Run(runs.answers(f"stock {layout}"))
+def test_branches_hit_the_state_below_them(layout, ours, stock):
     assert [answer["cached"] for answer in ours.hits] == HITS[LAYOUTS[layout][1]]
     assert [answer["cached"] for answer in ours.uncached] == [0] * len(BRANCHES)
     assert [answer["cached"] for answer in stock.hits] == [7680] * len(STOCK_BRANCHES)
 
 
-def test_a_hit_differs_from_an_uncached_run_no_more_than_stocks_hits_do(layout, runs):
-    ours, stock = Run(runs.answers(layout)), Run(runs.answers(f"stock {layout}"))
-    found, own = differences(ours.hits, ours.uncached), differences(stock.hits, stock.uncached)
-    print(f"\n{layout}, hits: differences {rounded(found)}, stock's {rounded(own)}")
-    assert max(found) <= 2 * max(own)
+def test_a_hit_differs_from_an_uncached_run_no_more_than_stocks_hits_do(layout, ours, stock):
+    print(f"\n{layout}, hits: {check_hits(ours.hits, ours.uncached, stock)}")
 
 
-def test_every_rank_exports_the_same(layout, runs):
+def test_every_rank_exports_the_same(layout, runs, ours):
     lines: dict[str, list[str]] = {}
     for rank, rows in re.findall(r"\((Worker\S*) .*(KDA prefill rows: .*)", runs.log(layout)):
         lines.setdefault(rank, []).append(rows)
     assert len(lines) == LAYOUTS[layout][0]
     first, *others = lines.values()
     assert all(other == first for other in others)
-    counts = Run(runs.answers(layout)).summary["counts"]
+    counts = ours.summary["counts"]
     assert len(first) == counts["spans"] < 100  # All are logged.
     assert not any(name.startswith("fallbacks") for name in counts)

@@ -1,13 +1,13 @@
 """Every worker process binds the same rows from the one scheduler output that the executor broadcasts."""
 
 import multiprocessing
-import socket
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.utils.network_utils import get_open_port
 from vllm.v1.worker.prefill_plan_rows import bind_rows, plans_of
 from vllm_kda_prefill.planning import Engine, Layout
 
@@ -51,9 +51,7 @@ def broadcast(ranks, shifts):
     engine.add("long", list(range(5000)))
     engine.add("short", list(range(70_000, 72_500)))
     output = engine.scheduler.schedule()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = get_open_port()
     queue = MessageQueue(ranks, ranks)
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()

@@ -22,6 +22,6 @@ class PlanLog:
 
     def line(self, message: str, *values: object) -> None:
         """Log a message with `%` placeholders and their values."""
-        if self._left > 0:
+        if self.wants:
             self._left -= 1
             logger.info(message, *values)
