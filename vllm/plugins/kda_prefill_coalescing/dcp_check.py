@@ -2,7 +2,7 @@
 """Whether stock's attention can run GLM-5.3-Flash under decode context parallelism on the GPU at hand.
 
 Stock finds out after the weights are loaded, one condition at a time. Hopper has a single sparse MLA kernel that
-returns what the ranks' partial results are merged with (FlashMLA), and that one in a single form. On any GPU the
+returns what the ranks' partial results are merged with (FlashMLA), and that one in a single form. On any NVIDIA GPU the
 ranks' indexers must select as many rows as stock's merge of their selections was made for.
 """
 
@@ -22,8 +22,8 @@ HEADS_OF_ONE_BATCH = 32
 """From this many heads a rank on, FlashMLA runs prefills apart from decodes and returns nothing to merge for them."""
 
 MERGED_ROWS = (512, 1024, 2048)
-"""How many rows the ranks' indexers may select, for their selections to be merged. Other numbers end the engine at its
-first prompt."""
+"""How many rows the ranks' indexers may select, for their selections to be merged. Other numbers end the engine, at
+start or at the first sequence that is longer than what an indexer selects."""
 
 HEAD_PADDINGS = (64, 128)
 """Query heads that FlashMLA's fp8 kernel pads to."""
