@@ -164,12 +164,14 @@ class ArmProcess:
 
 
 def run(arm: Arm, model: Path, steps: list[dict[str, Any]], folder: Path) -> list[Any]:
-    """Run all steps on an arm of its own; its log stays in `folder`."""
+    """Run all steps on an arm of its own; its log and its answers stay in `folder`."""
     process = ArmProcess(arm, model, folder)
     try:
-        return [process.step(step) for step in steps]
+        answers = [process.step(step) for step in steps]
     finally:
         process.close()
+    (folder / f"{arm.name}.answers.json").write_text(json.dumps(answers))
+    return answers
 
 
 def _engines_that_fit(gib: int) -> int:
@@ -200,10 +202,6 @@ class Runs:
                 for name in names
                 if name in arms
             }
-        for name, future in self._futures.items():
-            if not future.exception():
-                kept = self.folder / f"{self.arms[name].name}.answers.json"
-                kept.write_text(json.dumps(future.result()))
 
     def answers(self, name: str) -> list[Any]:
         """One answer a step; of a step with one prompt, that prompt's.

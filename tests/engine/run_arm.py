@@ -6,7 +6,8 @@ the file descriptor. A step is one of
 - `{"generate": [[token, ...], ...], "max_tokens": n, "logprobs": k}`: prompts sent at once
 - `{"decode": [[token, ...], ...], "steps": n}`: prompts sent at once; when all decode, n steps are timed
 - `{"reset": true}`: empty the prefix cache
-- `{"zero_state": position}`: zero every page that holds a state of `position` tokens (a planted fault)
+- `{"zero_state": position}`: zero every page that holds a state of `position` tokens (a planted fault), with
+  `"rank": r` on that rank only
 - `{"summary": true}`: what the engine is and what its planner counted
 
 The engine core runs in this process, so that a step can reach its pages.
@@ -101,15 +102,18 @@ def _timed(owner: Any, name: str, parts: dict[str, float]) -> None:
     setattr(owner, name, call)
 
 
-def _zero_state(core: Any, position: int) -> int:
+def _zero_state(core: Any, position: int, rank: int | None) -> int:
+    def zero(worker: Any, pages: list[int]) -> None:
+        if rank in (None, worker.rank):
+            for layer in worker.model_runner.vllm_config.compilation_config.static_forward_context.values():
+                states = getattr(layer, "kv_cache", None)
+                if isinstance(states, tuple):
+                    for state in states:
+                        state[pages] = 0
+
     pool = core.scheduler.kv_cache_manager.block_pool
     pages = [block.block_id for block in pool.blocks if block.block_hash_num_tokens == position]
-    runner = core.model_executor.driver_worker.worker.model_runner
-    for layer in runner.vllm_config.compilation_config.static_forward_context.values():
-        states = getattr(layer, "kv_cache", None)
-        if isinstance(states, tuple):
-            for state in states:
-                state[pages] = 0
+    core.model_executor.collective_rpc(zero, args=(pages,))
     return len(pages)
 
 
@@ -144,7 +148,7 @@ def main() -> None:
             elif "reset" in step:
                 answer = llm.reset_prefix_cache()
             elif "zero_state" in step:
-                answer = _zero_state(core, step["zero_state"])
+                answer = _zero_state(core, step["zero_state"], step.get("rank"))
             else:
                 answer = _summary(core)
             results.write(json.dumps(answer) + "\n")
