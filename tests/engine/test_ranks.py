@@ -30,8 +30,11 @@ from tests.engine.compare import LISTED, rounded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
 
-LENGTHS = (1, 17, 512, 1025, 2048, 4096, 8192, 9000, 16384, 32768)
+LENGTHS = (1, 17, 512, 1024, 1025, 2048, 4096, 8192, 9000, 16384, 32768)
 COLD = [generate(prompt(length, 1000 + length), 16, 200) for length in LENGTHS]
+
+ONE_STATE = [index for index, length in enumerate(LENGTHS) if length <= 1024]
+"""Prompts of which at most one state is kept inside a span, as stock keeps it."""
 
 LAYOUTS = {
     "tp2": (2, 1, 3),
@@ -48,11 +51,12 @@ HITS = {1: [7680, 7168, 6144, 4096], 2: [7680, 7168, 6144, 4096], 4: [7680, 6144
 
 
 KERNELS = {2: "tp2 dcp2", 4: "tp4 dcp4"}
-"""By ranks, the layout in which stock's two KDA kernels are compared; compiling the other takes it two minutes."""
+"""By ranks, the layout in which stock's two KDA kernels are compared; compiling the other takes it two minutes. There
+FlashKDA exports too."""
 
 
 def arms(ranks: int) -> dict[str, tuple[Arm, list[dict[str, Any]]]]:
-    """All arms of so many ranks: the gate on, stock, and stock with its other KDA kernel."""
+    """All arms of so many ranks: the gate on, stock, and in one layout both with another KDA kernel."""
     fault = [generate(BASE, 1, 1), {"zero_state": 7680, "rank": ranks - 1}, generate(branch(7900), 8, LISTED)]
     made = {}
     for name, (tp, dcp, mtp) in LAYOUTS.items():
@@ -63,6 +67,7 @@ def arms(ranks: int) -> dict[str, tuple[Arm, list[dict[str, Any]]]]:
             made[f"stock {name}"] = (stock, [*COLD, *branch_steps(STOCK_BRANCHES)])
             if name in KERNELS.values():
                 made[f"triton {name}"] = (replace(stock, backend="triton"), COLD)
+                made[f"flashkda {name}"] = (replace(stock, gate=True, backend="flashkda"), COLD)
     return made
 
 
@@ -101,6 +106,14 @@ def test_cold_prompts_differ_from_stock_no_more_than_its_kernels_do(layout, runs
     own = differences(runs.answers(f"triton {kernels}"), Run(runs.answers(f"stock {kernels}"), len(COLD)).cold)
     print(f"\n{layout}, cold, against stock {rounded(found)}; stock's kernels {rounded(own)}")
     assert max(found) <= MARGIN * max(own)
+
+
+@pytest.mark.parametrize("ranks", KERNELS)
+def test_flashkda_with_at_most_one_export_is_stock_to_the_last_bit(ranks, all_runs):
+    flashkda, stock = (all_runs[ranks].answers(f"{arm} {KERNELS[ranks]}") for arm in ("flashkda", "stock"))
+    for index in ONE_STATE:
+        assert flashkda[index]["tokens"] == stock[index]["tokens"]
+        assert flashkda[index]["logprobs"] == stock[index]["logprobs"]
 
 
 def test_branches_hit_the_state_below_them(layout, ours, stock):
