@@ -62,6 +62,11 @@ class Arm:
             f"{self.label and '-' + self.label}"
         )
 
+    @property
+    def peak_gib(self) -> int:
+        """GPU memory that the engine comes to, weights and their making included, with layers as wide as GLM's."""
+        return self.tp * ((12 if self.tp > 1 else 18) + self.cache_gib)
+
     def engine_arguments(self, model: Path) -> dict[str, Any]:
         """What `vllm.LLM` takes."""
         arguments: dict[str, Any] = {
@@ -175,7 +180,7 @@ def run(arm: Arm, model: Path, steps: list[dict[str, Any]], folder: Path) -> lis
 
 
 def _engines_that_fit(gib: int) -> int:
-    """How many engines that peak at so many GiB, weights and their making included, the GPU's free memory holds."""
+    """How many engines that peak at so many GiB the GPU's free memory holds."""
     free, _ = torch.cuda.mem_get_info()
     return max(1, free // (gib << 30))
 
@@ -193,7 +198,7 @@ class Runs:
         self.folder = Path(os.environ.get("KDA_ENGINE_LOGS", folder))
         self.arms = {name: arm for name, (arm, _) in arms.items()}
         self.model = write_config(folder / "glm", **config)
-        at_once = min(at_once, _engines_that_fit(18 + max(arm.cache_gib for arm in self.arms.values())))
+        at_once = min(at_once, _engines_that_fit(max(arm.peak_gib for arm in self.arms.values())))
         chosen = os.environ.get("KDA_ENGINE_ARMS")
         names = [name.strip() for name in chosen.split(",")] if chosen else list(arms)
         with ThreadPoolExecutor(at_once) as pool:

@@ -6,8 +6,8 @@ the file descriptor. A step is one of
 - `{"generate": [[token, ...], ...], "max_tokens": n, "logprobs": k}`: prompts sent at once
 - `{"decode": [[token, ...], ...], "steps": n}`: prompts sent at once; when all decode, n steps are timed
 - `{"reset": true}`: empty the prefix cache
-- `{"zero_state": position}`: zero every page that holds a state of `position` tokens (a planted fault), with
-  `"rank": r` on that rank only
+- `{"zero_state": position}`: zero every cached recurrent state of `position` tokens (a planted fault), with `"rank": r`
+  on that rank only; the answer is their number
 - `{"summary": true}`: what the engine is and what its planner counted
 
 The engine core runs in this process, so that a step can reach its pages.
@@ -21,8 +21,6 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 PARTS = (
     ("scheduler", "schedule"),
@@ -102,6 +100,20 @@ def _timed(owner: Any, name: str, parts: dict[str, float]) -> None:
     setattr(owner, name, call)
 
 
+def state_pages(scheduler: Any, position: int) -> list[int]:
+    """Cached pages with a recurrent state of `position` tokens, without the attention blocks that end there."""
+    from vllm.v1.core.kv_cache_utils import get_group_id
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    recurrent = {group for group, manager in enumerate(managers) if isinstance(manager, MambaManager)}
+    return [
+        block.block_id
+        for block in scheduler.kv_cache_manager.block_pool.blocks
+        if block.block_hash_num_tokens == position and get_group_id(block.block_hash) in recurrent
+    ]
+
+
 def _zero_state(core: Any, position: int, rank: int | None) -> int:
     def zero(worker: Any, pages: list[int]) -> None:
         if rank in (None, worker.rank):
@@ -111,8 +123,7 @@ def _zero_state(core: Any, position: int, rank: int | None) -> int:
                     for state in states:
                         state[pages] = 0
 
-    pool = core.scheduler.kv_cache_manager.block_pool
-    pages = [block.block_id for block in pool.blocks if block.block_hash_num_tokens == position]
+    pages = state_pages(core.scheduler, position)
     core.model_executor.collective_rpc(zero, args=(pages,))
     return len(pages)
 
@@ -129,6 +140,7 @@ def _summary(core: Any) -> dict[str, Any]:
 
 
 def main() -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     engine = json.loads(Path(sys.argv[1]).read_text())
     from vllm import LLM
 

@@ -17,6 +17,7 @@ from tests.engine.arms import Arm, Runs, generate, prompt
 from tests.engine.branches import (
     BASE,
     BRANCHES,
+    KDA_LAYERS,
     MARGIN,
     STOCK_BRANCHES,
     Run,
@@ -166,7 +167,7 @@ def test_a_hit_differs_from_an_uncached_run_no_more_than_stocks_hits_do(arm, run
 def test_a_planted_wrong_state_fails_the_test_above(runs, stock):
     native = run(runs.answers("native"))
     _, zeroed, answer = native.fault
-    assert zeroed > 0
+    assert zeroed == KDA_LAYERS
     assert answer["cached"] == 7168
     with pytest.raises(AssertionError) as failure:
         check_hits([answer], [native.uncached[1]], stock)

@@ -7,8 +7,8 @@ a rank, so the model of two ranks has 32.
 
 from __future__ import annotations
 
-import ast
-import re
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from tests.engine.arms import Arm, Runs, generate, prompt
 from tests.engine.branches import (
     BASE,
     BRANCHES,
+    KDA_LAYERS,
     MARGIN,
     STOCK_BRANCHES,
     Run,
@@ -27,6 +28,7 @@ from tests.engine.branches import (
     differences,
 )
 from tests.engine.compare import LISTED, rounded
+from tests.engine.plan_lines import exported, planned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
 
@@ -51,33 +53,36 @@ HITS = {1: [7680, 7168, 6144, 4096], 2: [7680, 7168, 6144, 4096], 4: [7680, 6144
 
 
 KERNELS = {2: "tp2 dcp2", 4: "tp4 dcp4"}
-"""By ranks, the layout in which stock's two KDA kernels are compared; compiling the other takes it two minutes. There
-FlashKDA exports too."""
+"""By ranks, the layout in which stock's two KDA kernels are compared (compiling the other takes it two minutes) and
+FlashKDA exports too. Stock answers the prompts of ONE_STATE twice there."""
 
 
 def arms(ranks: int) -> dict[str, tuple[Arm, list[dict[str, Any]]]]:
     """All arms of so many ranks: the gate on, stock, and in one layout both with another KDA kernel."""
     fault = [generate(BASE, 1, 1), {"zero_state": 7680, "rank": ranks - 1}, generate(branch(7900), 8, LISTED)]
+    short = [COLD[index] for index in ONE_STATE]
     made = {}
     for name, (tp, dcp, mtp) in LAYOUTS.items():
         if tp == ranks:
             stock = Arm(False, tp=tp, dcp=dcp, mtp=mtp)
-            ours = [*COLD, *branch_steps(BRANCHES), {"reset": True}, *fault]
-            made[name] = (replace(stock, gate=True), ours)
+            made[name] = (replace(stock, gate=True), [*COLD, *branch_steps(BRANCHES), {"reset": True}, *fault])
             made[f"stock {name}"] = (stock, [*COLD, *branch_steps(STOCK_BRANCHES)])
-            if name in KERNELS.values():
+            if name == KERNELS[ranks]:
+                made[f"stock {name}"][1].extend([{"reset": True}, *short])
                 made[f"triton {name}"] = (replace(stock, backend="triton"), COLD)
-                made[f"flashkda {name}"] = (replace(stock, gate=True, backend="flashkda"), COLD)
+                made[f"flashkda {name}"] = (replace(stock, gate=True, backend="flashkda"), short)
     return made
 
 
 @pytest.fixture(scope="session")
-def all_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Runs]:
-    return {
-        ranks: Runs(arms(ranks), tmp_path_factory.mktemp(f"tp{ranks}"), at_once, heads=16 * ranks, topk=8192)
-        # Four ranks take 55 GiB.
-        for ranks, at_once in ((4, 2), (2, 3))
-    }
+def runs_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Runs]:
+    """The engines of so many ranks, started by the first test that asks for them."""
+
+    @functools.cache
+    def start(ranks: int) -> Runs:
+        return Runs(arms(ranks), tmp_path_factory.mktemp(f"tp{ranks}"), at_once=3, heads=16 * ranks, topk=8192)
+
+    return start
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -86,8 +91,8 @@ def layout(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def runs(all_runs, layout):
-    return all_runs[LAYOUTS[layout][0]]
+def runs(runs_of, layout):
+    return runs_of(LAYOUTS[layout][0])
 
 
 @pytest.fixture
@@ -109,11 +114,15 @@ def test_cold_prompts_differ_from_stock_no_more_than_its_kernels_do(layout, runs
 
 
 @pytest.mark.parametrize("ranks", KERNELS)
-def test_flashkda_with_at_most_one_export_is_stock_to_the_last_bit(ranks, all_runs):
-    flashkda, stock = (all_runs[ranks].answers(f"{arm} {KERNELS[ranks]}") for arm in ("flashkda", "stock"))
-    for index in ONE_STATE:
-        assert flashkda[index]["tokens"] == stock[index]["tokens"]
-        assert flashkda[index]["logprobs"] == stock[index]["logprobs"]
+def test_flashkda_with_at_most_one_export_is_stock_to_the_last_bit(ranks, runs_of):
+    runs, layout = runs_of(ranks), KERNELS[ranks]
+    stock = Run(runs.answers(f"stock {layout}"), len(COLD))
+    if differences(stock.fault, stock.cold[: len(ONE_STATE)]) != [0.0] * len(ONE_STATE):
+        pytest.fail("stock does not repeat itself")
+    for ours, theirs in zip(runs.answers(f"flashkda {layout}"), stock.fault, strict=True):
+        assert ours["tokens"] == theirs["tokens"]
+        assert ours["logprobs"] == theirs["logprobs"]
+    assert [positions for *_, positions, _ in planned(runs.log(f"flashkda {layout}"))] == [[512]]
 
 
 def test_branches_hit_the_state_below_them(layout, ours, stock):
@@ -128,31 +137,18 @@ def test_a_hit_differs_from_an_uncached_run_no_more_than_stocks_hits_do(layout, 
 
 def test_a_wrong_state_of_one_rank_fails_the_test_above(layout, ours, stock):
     _, zeroed, answer = ours.fault
-    assert zeroed > 0
+    assert zeroed == KDA_LAYERS
     assert answer["cached"] == 7680
     with pytest.raises(AssertionError) as failure:
         check_hits([answer], [ours.uncached[0]], stock)
     print(f"\n{layout}, the last rank's state at 7,680 zeroed: {failure.value}")
 
 
-PLAN = r"request (\S+), query \[(\d+), \d+\), checkpoints (\[.*?\]), pages (\{.*\})"
-ROWS = r"request (\S+) in row 0, query \[(\d+), \d+\), offsets (\[.*?\]), pages (\{.*\})"
-
-
 def test_every_rank_exports_what_the_scheduler_planned(layout, runs, ours):
-    log = runs.log(layout)
-    planned = [
-        (name, int(start), ast.literal_eval(positions), ast.literal_eval(pages))
-        for name, start, positions, pages in re.findall(f"KDA prefill plan: {PLAN}", log)
-    ]
-    exported: dict[str, list[Any]] = {}
-    for rank, name, start, offsets, slots in re.findall(rf"\((Worker\S*) .*KDA prefill rows: {ROWS}", log):
-        positions = [int(start) + offset for offset in ast.literal_eval(offsets)]
-        pages = {group: tuple(columns) for group, columns in ast.literal_eval(slots).items()}
-        exported.setdefault(rank, []).append((name, int(start), positions, pages))
-    assert list(exported.values()) == [planned] * LAYOUTS[layout][0]
+    plans = planned(runs.log(layout))
+    assert list(exported(runs.log(layout)).values()) == [plans] * LAYOUTS[layout][0]
     counts = ours.summary["counts"]
     # All are logged: those of the summary, and behind it the base's once more.
-    assert counts["states"] == sum(len(positions) for _, _, positions, _ in planned[:-1])
-    assert len(planned) < Arm.log_limit
+    assert counts["states"] == sum(len(positions) for *_, positions, _ in plans[:-1])
+    assert len(plans) < Arm.log_limit
     assert not any(name.startswith("fallbacks") for name in counts)
