@@ -51,7 +51,6 @@ LAYOUTS = {
 HITS = {1: [7680, 7168, 6144, 4096], 2: [7680, 7168, 6144, 4096], 4: [7680, 6144, 6144, 4096]}
 """By DCP, the deepest state below each branch that attention reaches too, in blocks of 512 tokens a rank."""
 
-
 KERNELS = {2: "tp2 dcp2", 4: "tp4 dcp4"}
 """By ranks, the layout in which stock's two KDA kernels are compared (compiling the other takes it two minutes) and
 FlashKDA exports too. Stock answers the prompts of ONE_STATE twice there."""
