@@ -1,8 +1,12 @@
-"""Branches off one prompt: what an arm is sent, what it answered, and how far a hit may be from an uncached run."""
+"""Branches off one prompt: what an arm is sent, what it answered, and how far a hit may be from an uncached run.
+
+And what a planted wrong state must do to that."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import pytest
 
 from tests.engine.arms import generate, prompt
 from tests.engine.compare import LISTED, difference, rounded
@@ -28,13 +32,24 @@ def branch_steps(branches: tuple[int, ...]) -> list[dict[str, Any]]:
     return [{"reset": True}, generate(BASE, 8, 1), *hits, *uncached, {"summary": True}]
 
 
+def fault_steps(state: int, at: int, rank: int | None = None) -> list[dict[str, Any]]:
+    """In an emptied cache, a branch that hits a wrong state: the base's, zeroed (on one rank only)."""
+    fault = {"zero_state": state, "rank": rank}
+    return [{"reset": True}, generate(BASE, 1, 1), fault, generate(branch(at), 8, 20)]
+
+
+def at_most_one_state(lengths: tuple[int, ...]) -> list[int]:
+    """Indices of prompts of which at most one state is kept inside a span, as stock keeps it."""
+    return [index for index, length in enumerate(lengths) if length <= 1024]
+
+
 class Run:
-    """What an arm answered to `num_cold` cold prompts, the steps of four branches, and the `fault` steps behind."""
+    """What an arm answered to `num_cold` cold prompts, the steps of four branches, and behind a reset the `rest`."""
 
     def __init__(self, answers: list[Any], num_cold: int) -> None:
         end = num_cold + len(branch_steps(BRANCHES))
         self.cold, warm = answers[:num_cold], answers[num_cold + 2 : end - 1]
-        self.summary, self.fault = answers[end - 1], answers[end + 1 :]
+        self.summary, self.rest = answers[end - 1], answers[end + 1 :]
         self.hits, self.uncached = warm[: len(BRANCHES)], warm[len(BRANCHES) + 1 :: 2]
 
 
@@ -53,3 +68,25 @@ def check_hits(hits: list[Any], uncached: list[Any], stock: Run) -> str:
     # Two times: both are the worst of four draws.
     assert max(found) <= 2 * max(own), report
     return report
+
+
+def check_fault(run: Run, state: int, stock: Run) -> str:
+    """Hold that the answers to `fault_steps` fail `check_hits`.
+
+    Returns:
+        How they do, for the report.
+    """
+    _, zeroed, answer = run.rest
+    assert zeroed == KDA_LAYERS
+    assert answer["cached"] == state
+    uncached = next(other for other, hit in zip(run.uncached, run.hits, strict=True) if hit["cached"] == state)
+    with pytest.raises(AssertionError) as failure:
+        check_hits([answer], [uncached], stock)
+    return str(failure.value)
+
+
+def check_identical(left: list[Any], right: list[Any]) -> None:
+    """Hold that answers are the same to the last bit."""
+    for a, b in zip(left, right, strict=True):
+        assert a["tokens"] == b["tokens"]
+        assert a["logprobs"] == b["logprobs"]

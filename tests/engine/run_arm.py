@@ -101,15 +101,16 @@ def _timed(owner: Any, name: str, parts: dict[str, float]) -> None:
 
 
 def state_pages(scheduler: Any, position: int) -> list[int]:
-    """Cached pages with a recurrent state of `position` tokens, without the attention blocks that end there."""
-    from vllm.v1.core.kv_cache_utils import get_group_id
-    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+    """Cached pages with a recurrent state of `position` tokens, without the attention blocks that end there.
 
-    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-    recurrent = {group for group, manager in enumerate(managers) if isinstance(manager, MambaManager)}
+    The scheduler is one with the gate on."""
+    from vllm.v1.core.kv_cache_utils import get_group_id
+
+    manager = scheduler.kv_cache_manager
+    recurrent = {mamba.kv_cache_group_id for mamba in manager.mamba_managers}
     return [
         block.block_id
-        for block in scheduler.kv_cache_manager.block_pool.blocks
+        for block in manager.block_pool.blocks
         if block.block_hash_num_tokens == position and get_group_id(block.block_hash) in recurrent
     ]
 

@@ -7,8 +7,8 @@ import pytest
 from tests.engine.plan_lines import exported, planned
 from tests.engine.run_arm import state_pages
 from vllm.v1.core.kv_cache_utils import get_group_id
-from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm_kda_prefill.planning import Engine, Layout
+from vllm_kda_prefill.spans import mamba_managers
 
 LOG = """\
 (Main pid=1) INFO 12-03 05:12:00 [x.py:7] KDA prefill plan: request 6-9f, query [512, 2048), checkpoints [1024, 1536], \
@@ -42,9 +42,9 @@ def test_a_states_pages_are_those_of_the_recurrent_groups(dcp):
     engine.add("a", list(range(8192)))
     while engine.scheduler.requests:
         engine.step()
-    managers = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
-    recurrent = {group for group, manager in enumerate(managers) if isinstance(manager, MambaManager)}
-    blocks = engine.scheduler.kv_cache_manager.block_pool.blocks
+    manager = engine.scheduler.kv_cache_manager
+    recurrent = [mamba.kv_cache_group_id for mamba in mamba_managers(manager)]
+    blocks = manager.block_pool.blocks
     for position in (4096, 6144, 7680):
         pages = state_pages(engine.scheduler, position)
         assert sorted(get_group_id(blocks[page].block_hash) for page in pages) == sorted(recurrent)

@@ -15,16 +15,17 @@ import pytest
 
 from tests.engine.arms import Arm, Runs, generate, prompt
 from tests.engine.branches import (
-    BASE,
     BRANCHES,
-    KDA_LAYERS,
     MARGIN,
     STOCK_BRANCHES,
     Run,
-    branch,
+    at_most_one_state,
     branch_steps,
+    check_fault,
     check_hits,
+    check_identical,
     differences,
+    fault_steps,
 )
 from tests.engine.compare import difference, rounded
 
@@ -44,15 +45,13 @@ def steps(branches: tuple[int, ...]) -> list[dict[str, Any]]:
     return [*COLD, *branch_steps(branches)]
 
 
-FAULT = [generate(BASE, 1, 1), {"zero_state": 7168}, generate(branch(7400), 8, 20)]
-
 ARMS: dict[str, tuple[Arm, list[dict[str, Any]]]] = {
     "stock": (Arm(False), steps(STOCK_BRANCHES)),
     "stock again": (Arm(False, label="again"), steps(BRANCHES)),
     "stock triton": (Arm(False, backend="triton"), COLD),
     "stock in chunks": (Arm(False, budget=1024, label="chunks"), COLD),
     "flashkda": (Arm(True, backend="flashkda"), steps(BRANCHES)),
-    "native": (Arm(True, backend="native"), [*steps(BRANCHES), {"reset": True}, *FAULT]),
+    "native": (Arm(True, backend="native"), [*steps(BRANCHES), *fault_steps(7168, 7400)]),
     "graphs": (Arm(True, eager=False, capture=CAPTURE), steps(BRANCHES)),
     "stock graphs": (Arm(False, eager=False, capture=CAPTURE), steps(STOCK_BRANCHES)),
     "no mtp": (Arm(True, mtp=0), steps(BRANCHES)),
@@ -62,8 +61,7 @@ COALESCED = {"flashkda": "stock", "native": "stock", "graphs": "stock graphs", "
 """Coalesced arms, and the stock arm each is compared with."""
 
 
-ONE_STATE = [index for index, length in enumerate(LENGTHS) if length <= 1024]
-"""Prompts of which at most one state is kept inside a span, as stock keeps it."""
+ONE_STATE = at_most_one_state(LENGTHS)
 REPEATABLE = [index for index, length in enumerate(LENGTHS) if length <= 2048]
 """Prompts short enough for stock's sparse attention to take every token: it repeats those to the last bit."""
 
@@ -141,9 +139,7 @@ def test_answers_to_other_prompts_are_farther_off_than_that(stock, stocks_own):
 
 def test_flashkda_with_at_most_one_export_is_stock_to_the_last_bit(runs, stock):
     ours = run(runs.answers("flashkda"))
-    for index in ONE_STATE:
-        assert ours.cold[index]["tokens"] == stock.cold[index]["tokens"]
-        assert ours.cold[index]["logprobs"] == stock.cold[index]["logprobs"]
+    check_identical([ours.cold[index] for index in ONE_STATE], [stock.cold[index] for index in ONE_STATE])
 
 
 @pytest.mark.parametrize("arm", COALESCED)
@@ -165,13 +161,7 @@ def test_a_hit_differs_from_an_uncached_run_no_more_than_stocks_hits_do(arm, run
 
 
 def test_a_planted_wrong_state_fails_the_test_above(runs, stock):
-    native = run(runs.answers("native"))
-    _, zeroed, answer = native.fault
-    assert zeroed == KDA_LAYERS
-    assert answer["cached"] == 7168
-    with pytest.raises(AssertionError) as failure:
-        check_hits([answer], [native.uncached[1]], stock)
-    print(f"\na zeroed state at 7,168: {failure.value}")
+    print(f"\na zeroed state at 7,168: {check_fault(run(runs.answers('native')), 7168, stock)}")
 
 
 @pytest.mark.parametrize("arm", COALESCED)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine import test_engine as engine
 from tests.engine.arms import Arm
+from tests.engine.branches import BASE
 from tests.engine.test_serve import faults_at_the_end
 from vllm.v1.engine import async_llm
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -45,7 +46,7 @@ class MadeUpArm:
             return {"block_sizes": [512, 512], "counts": {"spans": 40, "states": 80} if self.arm.gate else None}
         (prompt,) = step["generate"]
         cached = self._cached(prompt)
-        self.has_base |= prompt == engine.BASE
+        self.has_base |= prompt == BASE
         exact = 2048 if self.arm.label == "again" else 1024 if self.arm.backend == "flashkda" else 0
         shift = self.noise if exact < len(prompt) <= self.longest else 0.0
         if cached:
@@ -56,9 +57,9 @@ class MadeUpArm:
         return {"cached": cached, "tokens": [likeliest] * count, "logprobs": [position] * count}
 
     def _cached(self, prompt: list[int]) -> int:
-        if not self.has_base or prompt == engine.BASE:
+        if not self.has_base or prompt == BASE:
             return 0
-        at = next(index for index, token in enumerate(prompt) if token != engine.BASE[index])
+        at = next(index for index, token in enumerate(prompt) if token != BASE[index])
         return max((state for state in (engine.HITS if self.arm.gate else [7680]) if state <= at), default=0)
 
 

@@ -16,18 +16,19 @@ import pytest
 
 from tests.engine.arms import Arm, Runs, generate, prompt
 from tests.engine.branches import (
-    BASE,
     BRANCHES,
-    KDA_LAYERS,
     MARGIN,
     STOCK_BRANCHES,
     Run,
-    branch,
+    at_most_one_state,
     branch_steps,
+    check_fault,
     check_hits,
+    check_identical,
     differences,
+    fault_steps,
 )
-from tests.engine.compare import LISTED, rounded
+from tests.engine.compare import rounded
 from tests.engine.plan_lines import exported, planned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
@@ -35,19 +36,18 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
 LENGTHS = (1, 17, 512, 1024, 1025, 2048, 4096, 8192, 9000, 16384, 32768)
 COLD = [generate(prompt(length, 1000 + length), 16, 200) for length in LENGTHS]
 
-ONE_STATE = [index for index, length in enumerate(LENGTHS) if length <= 1024]
-"""Prompts of which at most one state is kept inside a span, as stock keeps it."""
+ONE_STATE = at_most_one_state(LENGTHS)
 
 LAYOUTS = {
-    "tp2": (2, 1, 3),
-    "tp2 dcp2": (2, 2, 3),
-    "tp2 dcp2 no mtp": (2, 2, 0),
-    "tp4": (4, 1, 3),
-    "tp4 dcp2": (4, 2, 3),
-    "tp4 dcp4": (4, 4, 3),
-    "tp4 dcp4 no mtp": (4, 4, 0),
+    "tp2": Arm(False, tp=2),
+    "tp2 dcp2": Arm(False, tp=2, dcp=2),
+    "tp2 dcp2 no mtp": Arm(False, tp=2, dcp=2, mtp=0),
+    "tp4": Arm(False, tp=4),
+    "tp4 dcp2": Arm(False, tp=4, dcp=2),
+    "tp4 dcp4": Arm(False, tp=4, dcp=4),
+    "tp4 dcp4 no mtp": Arm(False, tp=4, dcp=4, mtp=0),
 }
-"""Ranks, how many of them share a sequence's attention cache, and draft tokens."""
+"""Each with stock's arm in it."""
 HITS = {1: [7680, 7168, 6144, 4096], 2: [7680, 7168, 6144, 4096], 4: [7680, 6144, 6144, 4096]}
 """By DCP, the deepest state below each branch that attention reaches too, in blocks of 512 tokens a rank."""
 
@@ -58,19 +58,22 @@ FlashKDA exports too. Stock answers the prompts of ONE_STATE twice there."""
 
 def arms(ranks: int) -> dict[str, tuple[Arm, list[dict[str, Any]]]]:
     """All arms of so many ranks: the gate on, stock, and in one layout both with another KDA kernel."""
-    fault = [generate(BASE, 1, 1), {"zero_state": 7680, "rank": ranks - 1}, generate(branch(7900), 8, LISTED)]
     short = [COLD[index] for index in ONE_STATE]
     made = {}
-    for name, (tp, dcp, mtp) in LAYOUTS.items():
-        if tp == ranks:
-            stock = Arm(False, tp=tp, dcp=dcp, mtp=mtp)
-            made[name] = (replace(stock, gate=True), [*COLD, *branch_steps(BRANCHES), {"reset": True}, *fault])
-            made[f"stock {name}"] = (stock, [*COLD, *branch_steps(STOCK_BRANCHES)])
+    for name, stock in LAYOUTS.items():
+        if stock.tp == ranks:
+            ours = [*COLD, *branch_steps(BRANCHES), *fault_steps(7680, 7900, rank=ranks - 1)]
+            made[name] = (replace(stock, gate=True), ours)
+            again = [{"reset": True}, *short] if name == KERNELS[ranks] else []
+            made[f"stock {name}"] = (stock, [*COLD, *branch_steps(STOCK_BRANCHES), *again])
             if name == KERNELS[ranks]:
-                made[f"stock {name}"][1].extend([{"reset": True}, *short])
                 made[f"triton {name}"] = (replace(stock, backend="triton"), COLD)
                 made[f"flashkda {name}"] = (replace(stock, gate=True, backend="flashkda"), short)
     return made
+
+
+def run(runs: Runs, arm: str) -> Run:
+    return Run(runs.answers(arm), len(COLD))
 
 
 @pytest.fixture(scope="session")
@@ -91,23 +94,23 @@ def layout(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def runs(runs_of, layout):
-    return runs_of(LAYOUTS[layout][0])
+    return runs_of(LAYOUTS[layout].tp)
 
 
 @pytest.fixture
 def ours(layout, runs):
-    return Run(runs.answers(layout), len(COLD))
+    return run(runs, layout)
 
 
 @pytest.fixture
 def stock(layout, runs):
-    return Run(runs.answers(f"stock {layout}"), len(COLD))
+    return run(runs, f"stock {layout}")
 
 
 def test_cold_prompts_differ_from_stock_no_more_than_its_kernels_do(layout, runs, ours, stock):
     found = differences(ours.cold, stock.cold)
-    kernels = KERNELS[LAYOUTS[layout][0]]
-    own = differences(runs.answers(f"triton {kernels}"), Run(runs.answers(f"stock {kernels}"), len(COLD)).cold)
+    kernels = KERNELS[LAYOUTS[layout].tp]
+    own = differences(runs.answers(f"triton {kernels}"), run(runs, f"stock {kernels}").cold)
     print(f"\n{layout}, cold, against stock {rounded(found)}; stock's kernels {rounded(own)}")
     assert max(found) <= MARGIN * max(own)
 
@@ -115,17 +118,14 @@ def test_cold_prompts_differ_from_stock_no_more_than_its_kernels_do(layout, runs
 @pytest.mark.parametrize("ranks", KERNELS)
 def test_flashkda_with_at_most_one_export_is_stock_to_the_last_bit(ranks, runs_of):
     runs, layout = runs_of(ranks), KERNELS[ranks]
-    stock = Run(runs.answers(f"stock {layout}"), len(COLD))
-    if differences(stock.fault, stock.cold[: len(ONE_STATE)]) != [0.0] * len(ONE_STATE):
-        pytest.fail("stock does not repeat itself")
-    for ours, theirs in zip(runs.answers(f"flashkda {layout}"), stock.fault, strict=True):
-        assert ours["tokens"] == theirs["tokens"]
-        assert ours["logprobs"] == theirs["logprobs"]
+    stock = run(runs, f"stock {layout}")
+    check_identical(stock.rest, [stock.cold[index] for index in ONE_STATE])  # Else the next would say nothing.
+    check_identical(runs.answers(f"flashkda {layout}"), stock.rest)
     assert [positions for *_, positions, _ in planned(runs.log(f"flashkda {layout}"))] == [[512]]
 
 
 def test_branches_hit_the_state_below_them(layout, ours, stock):
-    assert [answer["cached"] for answer in ours.hits] == HITS[LAYOUTS[layout][1]]
+    assert [answer["cached"] for answer in ours.hits] == HITS[LAYOUTS[layout].dcp]
     assert [answer["cached"] for answer in ours.uncached] == [0] * len(BRANCHES)
     assert [answer["cached"] for answer in stock.hits] == [7680] * len(STOCK_BRANCHES)
 
@@ -135,17 +135,12 @@ def test_a_hit_differs_from_an_uncached_run_no_more_than_stocks_hits_do(layout, 
 
 
 def test_a_wrong_state_of_one_rank_fails_the_test_above(layout, ours, stock):
-    _, zeroed, answer = ours.fault
-    assert zeroed == KDA_LAYERS
-    assert answer["cached"] == 7680
-    with pytest.raises(AssertionError) as failure:
-        check_hits([answer], [ours.uncached[0]], stock)
-    print(f"\n{layout}, the last rank's state at 7,680 zeroed: {failure.value}")
+    print(f"\n{layout}, the last rank's state at 7,680 zeroed: {check_fault(ours, 7680, stock)}")
 
 
 def test_every_rank_exports_what_the_scheduler_planned(layout, runs, ours):
     plans = planned(runs.log(layout))
-    assert list(exported(runs.log(layout)).values()) == [plans] * LAYOUTS[layout][0]
+    assert list(exported(runs.log(layout)).values()) == [plans] * LAYOUTS[layout].tp
     counts = ours.summary["counts"]
     # All are logged: those of the summary, and behind it the base's once more.
     assert counts["states"] == sum(len(positions) for *_, positions, _ in plans[:-1])
