@@ -9,11 +9,12 @@ seen in order), and no time in it means anything. `KDA_ONE_GPU_RANKS`, the numbe
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,23 +78,26 @@ class Segments:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"rank {other} of {self.size} did not come to a collective within {TIMEOUT} s")
 
-    def exchange(self, tensor: torch.Tensor, sources: range | None = None) -> list[torch.Tensor]:
+    def exchange(
+        self, tensor: torch.Tensor, sources: range | None = None, destination: int | None = None
+    ) -> list[torch.Tensor]:
         """Every rank's tensor, in rank order; all ranks pass the same shape and dtype.
 
         Args:
             tensor: What this rank hands over, on any device.
             sources: Ranks whose tensors are wanted, all by default; the same for every rank.
+            destination: The one rank that gets them, all by default; the same for every rank. Others get none.
         """
         sources = sources or range(self.size)
         mine = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        results = [torch.empty_like(mine) for _ in sources]
+        results = [torch.empty_like(mine) for _ in sources] if destination in (None, self.rank) else []
         for start in range(0, mine.numel(), CAPACITY):
             piece = slice(start, min(start + CAPACITY, mine.numel()))
             length = piece.stop - piece.start
             if self.rank in sources:
                 self._data[self.rank][:length].copy_(mine[piece])
             self.barrier()
-            for source, result in zip(sources, results, strict=True):
+            for source, result in zip(sources, results, strict=bool(results)):
                 result[piece].copy_(self._data[source][:length])
             self.barrier()
         return [result.view(tensor.dtype).view(tensor.shape) for result in results]
@@ -129,8 +133,17 @@ class OneGpuGroup(dist.ProcessGroup):
     def group_name(self) -> str:
         return self._name
 
-    def _exchange(self, tensor: torch.Tensor, sources: range | None = None) -> list[torch.Tensor]:
-        return self._segments.exchange(tensor, sources) if self._segments else [tensor]
+    def _exchange(
+        self, tensor: torch.Tensor, sources: range | None = None, destination: int | None = None
+    ) -> list[torch.Tensor]:
+        return self._segments.exchange(tensor, sources, destination) if self._segments else [tensor]
+
+    def _slices(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's slice of every rank's tensor. The others are not received: with DCP they are gigabytes."""
+        mine = []
+        for rank, part in enumerate(tensor.reshape(self._size, tensor.numel() // self._size)):
+            mine += self._exchange(part, destination=rank)
+        return mine
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Done:
         for tensor in tensors:
@@ -138,7 +151,8 @@ class OneGpuGroup(dist.ProcessGroup):
         return Done()
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, options: Any = None) -> Done:
-        output.view(self._size, *tensor.shape).copy_(torch.stack(self._exchange(tensor)))
+        for part, received in zip(output.view(self._size, *tensor.shape), self._exchange(tensor), strict=True):
+            part.copy_(received)
         return Done()
 
     def allgather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any = None) -> Done:
@@ -148,8 +162,7 @@ class OneGpuGroup(dist.ProcessGroup):
         return Done()
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, options: Any) -> Done:
-        mine = [whole.reshape(self._size, *output.shape)[self._rank] for whole in self._exchange(tensor)]
-        output.copy_(_reduced(mine, options.reduceOp))
+        output.copy_(_reduced(self._slices(tensor), options.reduceOp).view(output.shape))
         return Done()
 
     def alltoall_base(
@@ -162,8 +175,7 @@ class OneGpuGroup(dist.ProcessGroup):
     ) -> Done:
         if output_split_sizes or input_split_sizes:
             raise NotImplementedError("parts of different sizes")
-        parts = [whole.reshape(self._size, -1)[self._rank] for whole in self._exchange(tensor)]
-        output.view(self._size, -1).copy_(torch.stack(parts))
+        output.view(-1).copy_(torch.cat(self._slices(tensor)))
         return Done()
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Done:
@@ -178,7 +190,7 @@ class OneGpuGroup(dist.ProcessGroup):
     all_to_all_single = alltoall_base
 
     def gather(self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> Done:
-        received = self._exchange(tensors[0])
+        received = self._exchange(tensors[0], destination=options.rootRank)
         if self._rank == options.rootRank:
             for part, tensor in zip(outputs[0], received, strict=True):
                 part.copy_(tensor)
@@ -190,17 +202,22 @@ class OneGpuGroup(dist.ProcessGroup):
         return Done()
 
 
+REDUCTIONS: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.MIN: torch.minimum,
+}
+
+
 def _reduced(parts: list[torch.Tensor], op: Any) -> torch.Tensor:
-    stacked = torch.stack(parts)
-    if op == dist.ReduceOp.MAX:
-        return stacked.amax(0)
-    if op == dist.ReduceOp.MIN:
-        return stacked.amin(0)
-    if op != dist.ReduceOp.SUM:
+    # torch passes what is equal to one of them, in this order only, so no key finds it.
+    reduce = next((reduce for known, reduce in REDUCTIONS.items() if op == known), None)
+    if reduce is None:
         raise NotImplementedError(f"reduction {op}")
-    if stacked.dtype in (torch.float16, torch.bfloat16):
-        return stacked.float().sum(0).to(stacked.dtype)
-    return stacked.sum(0, dtype=stacked.dtype)
+    first, *others = parts
+    if first.dtype in (torch.float16, torch.bfloat16):
+        first = first.float()  # And with it the result so far.
+    return functools.reduce(reduce, others, first).to(parts[0].dtype)
 
 
 class Communicator(DeviceCommunicatorBase):

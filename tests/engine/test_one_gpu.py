@@ -85,12 +85,28 @@ def in_pieces(rank, ranks, port):
         total = of_rank(rank, 5000)
         dist.all_reduce(total)
         torch.testing.assert_close(total, sum(of_rank(other, 5000) for other in range(ranks)))
+        scattered = torch.empty(2500)
+        dist.reduce_scatter_tensor(scattered, of_rank(rank, 5000))
+        assert torch.equal(scattered, total[2500 * rank : 2500 * (rank + 1)])
         nothing = torch.empty(0, 4)
         dist.all_reduce(nothing)
+        dist.all_gather_into_tensor(nothing, nothing)
+        dist.reduce_scatter_tensor(nothing, nothing)
+        dist.all_to_all_single(nothing, nothing)
 
 
 def test_what_is_larger_than_a_segment_goes_in_pieces():
     on_ranks(in_pieces, 2)
+
+
+def to_one_rank(rank, ranks, port):
+    with one_gpu.group(rank, ranks, port) as group:
+        received = group._segments.exchange(torch.tensor([rank]), destination=1)
+        assert [part.item() for part in received] == ([0, 1] if rank == 1 else [])
+
+
+def test_who_is_no_destination_holds_nothing():
+    on_ranks(to_one_rank, 2)
 
 
 def a_rank_is_missing(rank, ranks, port):
