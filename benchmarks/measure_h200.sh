@@ -5,30 +5,27 @@
 #   benchmarks/measure_h200.sh pair  OUT [SECONDS]   branches and decode, two servers of stock and of ladder, 500 s
 #   benchmarks/measure_h200.sh cold  OUT [SECONDS]   cold prompts, two servers of stock, ladder and equal, 400 s
 #   benchmarks/measure_h200.sh tight OUT [SECONDS]   conversations with a quarter of it, 330 s
+#   benchmarks/measure_h200.sh ranks OUT [SECONDS]   cold prompts and branches on RANKS (2) GPUs, 500 s
 #
-# All servers share the GPU, take turns, and have processors of their own. Samples go to OUT/PART.jsonl as they are
-# made, the servers' logs to OUT/logs-*.tgz, and a short table to stdout. What is short of time takes fewer samples.
-# SERVE is another command than vllm serve, for a rehearsal; PROCESSORS (3, cold: 2) are each server's own, 0 for any.
+# All servers share the GPU or GPUs, take turns, and have processors of their own. Samples go to OUT/PART.jsonl as they
+# are made, the servers' logs to OUT/logs-*.tgz, and a short table to stdout. What is short of time takes fewer samples.
+# DCP (1) of the RANKS share a sequence's attention cache, with the model and the settings that stock then runs.
+# SERVE is another command than vllm serve, for a rehearsal; PROCESSORS (3, cold: 2, ranks: RANKS + 3) are each server's
+# own, 0 for any.
 # CAPTURE, as "4,8,16,32,64,512,1024,2048", are the batches in tokens that every arm captures CUDA graphs for; left out,
 # they are vLLM's own choice, which leaves the pass behind a hit to a host that takes longer over it than the GPU.
 # LOAD_FORMAT (seeded) is vLLM's; tests/engine/seeded_weights.py says what `seeded` needs. PYTHON (python3) runs it.
 set -uo pipefail
-part=${1:?all, pair, cold or tight}
+part=${1:?all, pair, cold, tight or ranks}
 out=${2:?a folder to write to}
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
 python=${PYTHON:-python3}
-scratch=$(mktemp -d)
-mkdir -p "$out"
 export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$root VLLM_USE_FLASHINFER_SAMPLER=0 PYTHONUNBUFFERED=1 PYTHONUTF8=1
 
-"$python" -c 'import pathlib, sys; from tests.engine.glm import write_config
-write_config(pathlib.Path(sys.argv[1]))' "$scratch/glm"
-
-keep_logs() { tar czf "$out/logs-$part.tgz" -C "$scratch" logs; rm -rf "$scratch"; }
-trap keep_logs EXIT
-
 processors=3
+model="{}"
+parallel=()
 case $part in
 all)
     seconds=${3:-500}
@@ -56,17 +53,45 @@ tight)
     arguments=(--arms "stock@224,ladder@224,replay@224" --suites conversations --sizes 8192 --turns 60 --traces 3)
     memory=$((2 << 30))
     ;;
+ranks)
+    seconds=${3:-500}
+    arguments=(--arms "stock,ladder,equal" --suites "cold,branches,branches-room" --sizes "8192,16384,32768" --samples 30)
+    memory=$((4 << 30))
+    ranks=${RANKS:-2} dcp=${DCP:-1}
+    case $ranks/$dcp in
+    2/[12] | 4/[124]) ;;
+    *)
+        echo "error: RANKS=$ranks DCP=$dcp: give RANKS 2 with DCP 1 or 2, or RANKS 4 with DCP 1, 2 or 4" >&2
+        exit 2
+        ;;
+    esac
+    processors=$((ranks + 3))
+    parallel=(--tensor-parallel-size "$ranks")
+    if [ "$dcp" -gt 1 ]; then
+        # docs/operations.md says why.
+        model="{\"heads\": $((16 * ranks)), \"topk\": 8192}"
+        parallel+=(--decode-context-parallel-size "$dcp" --kv-cache-dtype fp8_ds_mla --cp-kv-cache-interleave-size 16)
+    fi
+    ;;
 *)
-    echo "error: $part: give all, pair, cold or tight" >&2
+    echo "error: $part: give all, pair, cold, tight or ranks" >&2
     exit 2
     ;;
 esac
+
+scratch=$(mktemp -d)
+mkdir -p "$out" "$scratch/logs"
+keep_logs() { tar czf "$out/logs-$part.tgz" -C "$scratch" logs; rm -rf "$scratch"; }
+trap keep_logs EXIT
+
+"$python" -c 'import json, pathlib, sys; from tests.engine.glm import write_config
+write_config(pathlib.Path(sys.argv[1]), **json.loads(sys.argv[2]))' "$scratch/glm" "$model"
 
 "$python" -m vllm_kda_prefill bench ab --model "$scratch/glm" "${arguments[@]}" --keep-going \
     ${SERVE:+--serve "$SERVE"} --processors "${PROCESSORS:-$processors}" \
     --seconds "$seconds" --start-seconds 300 --output "$out/$part.jsonl" --logs "$scratch/logs" -- \
     --skip-tokenizer-init --load-format "${LOAD_FORMAT:-seeded}" --language-model-only \
-    --max-model-len 70000 --max-num-batched-tokens 8192 --max-num-seqs 8 \
+    "${parallel[@]}" --max-model-len 70000 --max-num-batched-tokens 8192 --max-num-seqs 8 \
     ${CAPTURE:+--compilation-config "{\"cudagraph_capture_sizes\": [$CAPTURE]}"} \
     --gpu-memory-utilization 0.1 --kv-cache-memory-bytes "$memory" \
     --speculative-config '{"method": "mtp", "num_speculative_tokens": 3}'
