@@ -18,6 +18,7 @@
 set -uo pipefail
 part=${1:?all, pair, cold, tight or ranks}
 out=${2:?a folder to write to}
+case $out in /*) ;; *) out=$PWD/$out ;; esac
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
 python=${PYTHON:-python3}
@@ -80,9 +81,12 @@ ranks)
 esac
 
 scratch=$(mktemp -d)
-mkdir -p "$out" "$scratch/logs"
-keep_logs() { tar czf "$out/logs-$part.tgz" -C "$scratch" logs; rm -rf "$scratch"; }
+keep_logs() {
+    [ ! -e "$scratch/logs" ] || tar czf "$out/logs-$part.tgz" -C "$scratch" logs
+    rm -rf "$scratch"
+}
 trap keep_logs EXIT
+mkdir -p "$out" || exit
 
 "$python" -c 'import json, pathlib, sys; from tests.engine.glm import write_config
 write_config(pathlib.Path(sys.argv[1]), **json.loads(sys.argv[2]))' "$scratch/glm" "$model"

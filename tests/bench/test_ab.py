@@ -146,7 +146,6 @@ def test_a_run_that_cannot_be_believed_fails_with_one_line(tmp_path, fault, comp
         (("--suites", "warm"), "--suites warm: give some of cold"),
         (("--sizes", "8k"), "--sizes 8k: give positive numbers"),
         (("--only", "cold=ladder"), "--only cold=ladder: give SUITE=ARM"),
-        (("--arms", "equal", "--page", "0"), "give --page"),
         (("--arms", "stock,equal"), "equal is held against ladder; name that one too"),
         (("--arms", "ladder@300,equal"), "equal is held against ladder; name that one too"),
         (("--arms", "stock@\u00b2"), "--arms stock@"),

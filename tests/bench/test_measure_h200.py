@@ -16,13 +16,14 @@ def measure(part, folder, **environment):
     """Run the script with a python that keeps the benchmark's arguments and model in place of running it."""
     python = folder / "python"
     python.write_text(
-        f'#!/bin/sh\n[ "$1" = -m ] || exec {sys.executable} "$@"\n'
-        f'cp "$6/config.json" {folder}; printf "%s\\n" "$@" > {folder}/arguments\n'
+        f'#!/bin/sh\n[ "$1" = -m ] || exec "{sys.executable}" "$@"\n'
+        f'cp "$6/config.json" "{folder}"; printf "%s\\n" "$@" > "{folder}/arguments"\n'
     )
     python.chmod(0o755)
     ended = subprocess.run(
-        [SCRIPT, part, folder / "out"],
-        env={**os.environ, "PYTHON": str(python), **environment},
+        [SCRIPT, part, "out"],
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], "PYTHON": str(python), **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -41,21 +42,36 @@ def test_a_part_runs_arms_of_the_real_shapes(part, tmp_path):
     arguments, config = measure(part, tmp_path)
     assert arguments[1:5] == ["vllm_kda_prefill", "bench", "ab", "--model"]
     assert after(arguments, "--arms").startswith("stock")
-    assert after(arguments, "--output").endswith(f"/{part}.jsonl")
+    assert after(arguments, "--output") == str(tmp_path / "out" / f"{part}.jsonl")
     assert config["text_config"]["num_attention_heads"] == 64
     assert config["text_config"]["index_topk"] == 2048
     assert ("--tensor-parallel-size" in arguments) == (part == "ranks")
     assert "--decode-context-parallel-size" not in arguments
 
 
-def test_ranks_with_dcp_take_what_stock_asks_for(tmp_path):
-    arguments, config = measure("ranks", tmp_path, RANKS="2", DCP="2")
-    assert after(arguments, "--tensor-parallel-size") == "2"
-    assert after(arguments, "--decode-context-parallel-size") == "2"
+@pytest.mark.parametrize(("ranks", "dcp"), [(2, 2), (4, 2), (4, 4)])
+def test_ranks_with_dcp_take_what_stock_asks_for(ranks, dcp, tmp_path):
+    arguments, config = measure("ranks", tmp_path, RANKS=str(ranks), DCP=str(dcp))
+    assert after(arguments, "--arms") == "stock,ladder,equal"
+    assert after(arguments, "--tensor-parallel-size") == str(ranks)
+    assert after(arguments, "--decode-context-parallel-size") == str(dcp)
     assert after(arguments, "--kv-cache-dtype") == "fp8_ds_mla"
     assert after(arguments, "--cp-kv-cache-interleave-size") == "16"
-    assert config["text_config"]["num_attention_heads"] / 2 < 32
-    assert config["text_config"]["index_topk"] // 16 in (512, 1024, 2048)
+    assert int(after(arguments, "--processors")) > ranks
+    assert config["text_config"]["num_attention_heads"] == 16 * ranks
+    assert config["text_config"]["index_topk"] // 16 == 512
+
+
+def test_the_benchmark_takes_the_arguments(tmp_path):
+    ended = subprocess.run(
+        [SCRIPT, "ranks", tmp_path, "60"],
+        env={**os.environ, "PYTHON": sys.executable, "SERVE": "false", "PROCESSORS": "0", "RANKS": "4", "DCP": "4"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "starting stock, ladder, equal" in ended.stderr
+    assert "arm equal ended with 1" in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ from vllm_kda_prefill.bench.workloads import Conversations
 from vllm_kda_prefill.spans import query_span, retained_states
 
 
-def stopping_engine(monkeypatch: pytest.MonkeyPatch, kind: type, mtp: int) -> Engine:
+def stopping_engine(monkeypatch: pytest.MonkeyPatch, kind: type, mtp: int, dcp: int = 1) -> Engine:
     """The scheduler of an equal-retention arm, as `vllm serve` builds it."""
-    monkeypatch.setattr("vllm_kda_prefill.planning.Scheduler", kind)
-    return Engine.build(Layout(mtp=mtp, mamba_groups=2, retention_interval=512), "stock")
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm_kda_prefill.planning.Scheduler", kind)
+        return Engine.build(Layout(mtp=mtp, dcp=dcp, mamba_groups=2), "stock")
 
 
 def serve(engine: Engine, name: str, tokens: list[int]) -> tuple[list[int], int, tuple[int, ...]]:
@@ -47,20 +48,26 @@ def serve(engine: Engine, name: str, tokens: list[int]) -> tuple[list[int], int,
 def test_equal_retention_ends_queries_at_rungs_and_keeps_ladders_states(monkeypatch, kind, length, passes, mtp):
     tokens = list(range(length))
     ran, _, kept = serve(stopping_engine(monkeypatch, kind, mtp), "a", tokens)
-    monkeypatch.undo()
     _, _, wanted = serve(Engine.build(Layout(mtp=mtp, mamba_groups=2)), "a", tokens)
     assert ran == passes
     assert set(wanted) <= set(kept)
 
 
-def test_equal_retention_hits_where_ladder_hits(monkeypatch):
-    engine = stopping_engine(monkeypatch, StoppingScheduler, mtp=3)
-    base = list(range(8192))
+def branch_hits(engine: Engine) -> list[int]:
+    """Cached tokens of prompts that leave one of 8,192 tokens."""
+    base, other = list(range(8192)), list(range(100_000, 108_192))
     serve(engine, "base", base)
-    hits = [
-        serve(engine, str(at), base[:at] + list(range(100_000 + at, 108_192)))[1] for at in (7900, 7400, 6500, 5000)
-    ]
-    assert hits == [7680, 7168, 6144, 4096]
+    return [serve(engine, str(at), base[:at] + other[at:])[1] for at in (7900, 7400, 6500, 5000)]
+
+
+@pytest.mark.parametrize(
+    ("dcp", "hits"),
+    [(1, [7680, 7168, 6144, 4096]), (2, [7680, 7168, 6144, 4096]), (4, [7680, 6144, 6144, 4096])],
+)
+def test_equal_retention_hits_where_ladder_hits(monkeypatch, dcp, hits):
+    equal = branch_hits(stopping_engine(monkeypatch, StoppingScheduler, mtp=3, dcp=dcp))
+    assert equal == hits
+    assert equal == branch_hits(Engine.build(Layout(mtp=3, dcp=dcp, mamba_groups=2)))
 
 
 def test_the_factory_follows_the_configuration():

@@ -65,7 +65,7 @@ class Arm:
     @property
     def peak_gib(self) -> int:
         """GPU memory that the engine comes to, weights and their making included, with layers as wide as GLM's."""
-        return self.tp * ((12 if self.tp > 1 else 18) + self.cache_gib)
+        return self.tp * ((16 if self.tp > 1 else 18) + self.cache_gib)
 
     def engine_arguments(self, model: Path) -> dict[str, Any]:
         """What `vllm.LLM` takes."""

@@ -55,6 +55,9 @@ def collectives(rank, ranks, port):
         dist.reduce_scatter_tensor(scattered, mine, group=shared)
         torch.testing.assert_close(scattered, sum(inputs)[2 * rank : 2 * rank + 2])
 
+        dist.reduce_scatter_tensor(scattered, mine, dist.ReduceOp.MAX, group=shared)
+        assert torch.equal(scattered, torch.stack(inputs).amax(0)[2 * rank : 2 * rank + 2])
+
         exchanged = torch.empty(ranks * 2, 3)
         dist.all_to_all_single(exchanged, mine, group=shared, async_op=True).wait()
         assert torch.equal(exchanged, torch.cat([other[2 * rank : 2 * rank + 2] for other in inputs]))
@@ -67,7 +70,15 @@ def collectives(rank, ranks, port):
         dist.gather(mine, received, dst=ranks - 1, group=shared)
         assert received is None or all(torch.equal(a, b) for a, b in zip(received, inputs, strict=True))
 
-        # Sums of bfloat16 are rounded once, and are the same bits on every rank.
+        # Sums are in rank order: 1 is lost in the second, and with another order would not be.
+        order = torch.tensor([(1.0, 2.0**24, -(2.0**24), 0.0)[rank]])
+        dist.all_reduce(order, group=shared)
+        assert order.item() == (0 if ranks == 4 else 2.0**24)
+
+        # Sums of half the width are rounded once, and are the same bits on every rank.
+        half = torch.tensor([(2048, 1, 1, 1)[rank]], dtype=torch.float16)
+        dist.all_reduce(half, group=shared)
+        assert half.item() == (2052 if ranks == 4 else 2048)
         total = mine.bfloat16()
         dist.all_reduce(total, group=shared)
         assert torch.equal(total, torch.stack([other.bfloat16().float() for other in inputs]).sum(0).bfloat16())
@@ -99,14 +110,28 @@ def test_what_is_larger_than_a_segment_goes_in_pieces():
     on_ranks(in_pieces, 2)
 
 
-def to_one_rank(rank, ranks, port):
+def own_slices(rank, ranks, port):
     with one_gpu.group(rank, ranks, port) as group:
-        received = group._segments.exchange(torch.tensor([rank]), destination=1)
-        assert [part.item() for part in received] == ([0, 1] if rank == 1 else [])
+        received = []
+        exchange = group._segments.exchange
+
+        def counted(*arguments, **options):
+            parts = exchange(*arguments, **options)
+            received.append(sum(part.numel() for part in parts))
+            return parts
+
+        group._segments.exchange = counted
+        whole = of_rank(rank, 6)
+        dist.reduce_scatter_tensor(torch.empty(3), whole)
+        dist.all_to_all_single(torch.empty(6), whole)
+        assert sum(received) == 2 * 6
+        received.clear()
+        dist.gather(whole, [torch.empty(6) for _ in range(ranks)] if rank == 1 else None, dst=1)
+        assert sum(received) == (12 if rank == 1 else 0)
 
 
-def test_who_is_no_destination_holds_nothing():
-    on_ranks(to_one_rank, 2)
+def test_ranks_receive_nothing_that_they_would_drop():
+    on_ranks(own_slices, 2)
 
 
 def a_rank_is_missing(rank, ranks, port):

@@ -42,12 +42,12 @@ LAYOUTS = {
     "tp2": Arm(False, tp=2),
     "tp2 dcp2": Arm(False, tp=2, dcp=2),
     "tp2 dcp2 no mtp": Arm(False, tp=2, dcp=2, mtp=0),
-    "tp4": Arm(False, tp=4),
-    "tp4 dcp2": Arm(False, tp=4, dcp=2),
-    "tp4 dcp4": Arm(False, tp=4, dcp=4),
-    "tp4 dcp4 no mtp": Arm(False, tp=4, dcp=4, mtp=0),
+    "tp4": Arm(False, tp=4, cache_gib=1),
+    "tp4 dcp2": Arm(False, tp=4, dcp=2, cache_gib=1),
+    "tp4 dcp4": Arm(False, tp=4, dcp=4, cache_gib=1),
+    "tp4 dcp4 no mtp": Arm(False, tp=4, dcp=4, mtp=0, cache_gib=1),
 }
-"""Each with stock's arm in it."""
+"""Each with stock's arm in it. Two engines of four ranks fit on the GPU if their caches are no larger."""
 HITS = {1: [7680, 7168, 6144, 4096], 2: [7680, 7168, 6144, 4096], 4: [7680, 6144, 6144, 4096]}
 """By DCP, the deepest state below each branch that attention reaches too, in blocks of 512 tokens a rank."""
 

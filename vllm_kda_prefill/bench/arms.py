@@ -75,9 +75,6 @@ def make_arm(text: str, page: int) -> Arm:
     environment |= {name: str(page) for name in SPLIT if page}
     arguments: list[str] = ["--num-gpu-blocks-override", blocks] if at else []
     if kind.startswith("equal"):
-        if not page:
-            raise BenchError(f"--arms {text}: it needs pages of a known size; give --page")
         factory = "end_at_tail_too" if kind == "equal-ends" else "end_at_rungs"
-        # Dense enough to keep the state of every query's end, which is all that this scheduler adds to stock's.
-        arguments += ["--scheduler-cls", f"{SCHEDULERS}.{factory}", "--prefix-cache-retention-interval", str(page)]
+        arguments += ["--scheduler-cls", f"{SCHEDULERS}.{factory}"]
     return Arm(text, coalesces, environment, tuple(arguments), "ladder" + at + blocks if "equal" in kind else "")

@@ -20,7 +20,7 @@ from vllm_kda_prefill.bench.errors import BenchError
 SERVE = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 SERVED_NAME = "measured"
 OURS = ("--host", "--port", "--served-model-name", "--scheduler-cls", "--prefix-cache-retention-interval")
-"""Arguments that the runner gives itself."""
+"""Arguments that the runner, or an arm's scheduler, sets."""
 
 
 def free_port() -> int:

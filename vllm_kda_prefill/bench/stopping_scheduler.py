@@ -1,18 +1,19 @@
 """Stock vLLM keeping as many states as policy `ladder`, the only way it can: by ending queries.
 
-For `vllm serve --scheduler-cls` with the gate off. A prefill chunk ends at the next rung of its prompt; everything
-else is stock's scheduler. `--prefix-cache-retention-interval` of one scheduler block makes stock keep the state of each
-chunk's end.
+For `vllm serve --scheduler-cls` with the gate off. A prefill chunk ends at the next rung of its prompt, and the state
+of each chunk's end is kept, by a retention interval of one scheduler block; everything else is stock's scheduler.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.core.coalescing_kv_cache_manager import lookup_grid
 from vllm.v1.core.recurrent_prefill_checkpoint import Retention
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 
@@ -22,8 +23,10 @@ class StoppingMixin(Scheduler):
     ends_at_tail = False
     """Whether a query ends at the prompt's last state as well, which stock keeps inside its last query for free."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *, kv_cache_config: KVCacheConfig, block_size: int, **kwargs: Any) -> None:
+        # Set here, since the size of a scheduler block is known here: with DCP it is a page times its ranks.
+        every_end = replace(kv_cache_config, prefix_cache_retention_interval=block_size)
+        super().__init__(kv_cache_config=every_end, block_size=block_size, **kwargs)
         self._retention = Retention(lookup_grid(self.kv_cache_manager))
 
     def _mamba_block_aligned_split(
