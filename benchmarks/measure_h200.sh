@@ -25,7 +25,7 @@ python=${PYTHON:-python3}
 export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$root VLLM_USE_FLASHINFER_SAMPLER=0 PYTHONUNBUFFERED=1 PYTHONUTF8=1
 
 processors=3
-model="{}"
+mergeable=()
 parallel=()
 case $part in
 all)
@@ -69,8 +69,7 @@ ranks)
     processors=$((ranks + 3))
     parallel=(--tensor-parallel-size "$ranks")
     if [ "$dcp" -gt 1 ]; then
-        # docs/operations.md says why.
-        model="{\"heads\": $((16 * ranks)), \"topk\": 8192}"
+        mergeable=("$ranks")
         parallel+=(--decode-context-parallel-size "$dcp" --kv-cache-dtype fp8_ds_mla --cp-kv-cache-interleave-size 16)
     fi
     ;;
@@ -88,8 +87,9 @@ keep_logs() {
 trap keep_logs EXIT
 mkdir -p "$out" || exit
 
-"$python" -c 'import json, pathlib, sys; from tests.engine.glm import write_config
-write_config(pathlib.Path(sys.argv[1]), **json.loads(sys.argv[2]))' "$scratch/glm" "$model"
+"$python" -c 'import pathlib, sys; from tests.engine.glm import mergeable, write_config
+folder, *ranks = sys.argv[1:]
+write_config(pathlib.Path(folder), **(mergeable(int(*ranks)) if ranks else {}))' "$scratch/glm" "${mergeable[@]}"
 
 "$python" -m vllm_kda_prefill bench ab --model "$scratch/glm" "${arguments[@]}" --keep-going \
     ${SERVE:+--serve "$SERVE"} --processors "${PROCESSORS:-$processors}" \

@@ -12,24 +12,28 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "measure_h200.sh"
 PARTS = ["all", "pair", "cold", "tight", "ranks"]
 
 
+def run_script(part, folder, **environment):
+    """Run the script in a folder, to write to its `out`."""
+    return subprocess.run(
+        [SCRIPT, part, "out", "60"],
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 def measure(part, folder, **environment):
-    """Run the script with a python that keeps the benchmark's arguments and model in place of running it."""
+    """The benchmark's arguments and its model's config, by a python that keeps them in place of running it."""
     python = folder / "python"
     python.write_text(
         f'#!/bin/sh\n[ "$1" = -m ] || exec "{sys.executable}" "$@"\n'
         f'cp "$6/config.json" "{folder}"; printf "%s\\n" "$@" > "{folder}/arguments"\n'
     )
     python.chmod(0o755)
-    ended = subprocess.run(
-        [SCRIPT, part, "out"],
-        cwd=folder,
-        env={"PATH": os.environ["PATH"], "PYTHON": str(python), **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if ended.returncode:
-        return ended
+    ended = run_script(part, folder, PYTHON=str(python), **environment)
+    assert ended.returncode == 0, ended.stderr
     return (folder / "arguments").read_text().splitlines(), json.loads((folder / "config.json").read_text())
 
 
@@ -63,13 +67,8 @@ def test_ranks_with_dcp_take_what_stock_asks_for(ranks, dcp, tmp_path):
 
 
 def test_the_benchmark_takes_the_arguments(tmp_path):
-    ended = subprocess.run(
-        [SCRIPT, "ranks", tmp_path, "60"],
-        env={**os.environ, "PYTHON": sys.executable, "SERVE": "false", "PROCESSORS": "0", "RANKS": "4", "DCP": "4"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    settings = {"PYTHON": sys.executable, "SERVE": "false", "PROCESSORS": "0", "RANKS": "4", "DCP": "4"}
+    ended = run_script("ranks", tmp_path, **settings)
     assert "starting stock, ladder, equal" in ended.stderr
     assert "arm equal ended with 1" in ended.stderr
 
@@ -86,7 +85,7 @@ def test_the_benchmark_takes_the_arguments(tmp_path):
     ],
 )
 def test_what_is_not_measured_is_refused(part, environment, error, tmp_path):
-    ended = measure(part, tmp_path, **environment)
+    ended = run_script(part, tmp_path, PYTHON=sys.executable, **environment)
     assert ended.returncode == 2
     assert ended.stderr == f"error: {error}\n"
     assert not (tmp_path / "out").exists()

@@ -53,3 +53,11 @@ def write_config(folder: Path, layers: int = 8, experts: int = 32, heads: int = 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder
+
+
+def mergeable(ranks: int) -> dict[str, int]:
+    """What `write_config` takes for a model that stock runs with DCP on so many ranks of a Hopper GPU.
+
+    Stock merges the ranks' selections if they are of 512 rows of 16 tokens, and asks for fewer than 32 attention heads
+    a rank (docs/operations.md)."""
+    return {"heads": 16 * ranks, "topk": 8192}

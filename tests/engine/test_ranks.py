@@ -29,6 +29,7 @@ from tests.engine.branches import (
     fault_steps,
 )
 from tests.engine.compare import rounded
+from tests.engine.glm import mergeable
 from tests.engine.plan_lines import exported, planned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
@@ -82,7 +83,7 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Runs]:
 
     @functools.cache
     def start(ranks: int) -> Runs:
-        return Runs(arms(ranks), tmp_path_factory.mktemp(f"tp{ranks}"), at_once=3, heads=16 * ranks, topk=8192)
+        return Runs(arms(ranks), tmp_path_factory.mktemp(f"tp{ranks}"), at_once=3, **mergeable(ranks))
 
     return start
 
