@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Everything runs in .venv, which requirements/environment.py makes from the pinned lock files.
 
 # The first of these that is Python 3.11-3.13 and can make virtual environments.
@@ -33,7 +34,7 @@ demo: venv  ## Serve a branching conversation on the CPU, stock and coalesced
 test: venv  ## Run the CPU test suite (WORKERS=2 spreads it over processes)
 	$(IN_VENV) pytest -n $(WORKERS) $(ARGS) tests
 
-soak: venv  ## Random traffic against the true model for MINUTES (10), with fresh seeds
+soak: venv  ## Random traffic against the toy model for MINUTES (10), with fresh seeds
 	MINUTES=$(or $(MINUTES),10) $(IN_VENV) tests.traffic.soak
 
 mutants: venv  ## Plant faults and show that the traffic tests find them

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decode steps and the first token of branches, gate off and on, in engines that take turns on one GPU.
 
 Usage: python -m benchmarks.bench_engine OUT.jsonl [--seconds 240 --servers 2], or with --again for the tables of a
@@ -32,8 +33,8 @@ from rich.table import Table
 from tests.engine.arms import Arm, ArmProcess, generate
 from tests.engine.glm import write_config
 from tests.engine.run_arm import PARTS
-from vllm_kda_prefill.bench.lanes import in_turns
 from vllm_kda_prefill.bench.records import Recorder, read
+from vllm_kda_prefill.bench.servers import in_turns
 from vllm_kda_prefill.bench.stats import Spread, ratio_of_medians
 from vllm_kda_prefill.bench.suites.branches import POINTS, SIZE
 from vllm_kda_prefill.bench.suites.decode import CONCURRENCIES, CONTEXTS

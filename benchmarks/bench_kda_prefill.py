@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time KDA prefill providers side by side and print a table with the settings that made it.
 
     python benchmarks/bench_kda_prefill.py --heads 8 16 64 --tokens 8192 --rows 1

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the gate costs the scheduler: `schedule()` with 256 requests decoding while 32 prompts arrive.
 
 Usage: python -m benchmarks.bench_scheduler [--dcp 4 --mtp 3] [--json OUT]. No GPU. The stock and the coalescing
@@ -30,7 +31,7 @@ ARMS: tuple[Arm, Arm] = ("stock", "coalesced")
 
 
 @dataclass
-class Lane:
+class Side:
     """One arm's scheduler and the time its `schedule()` calls took in the current round."""
 
     engine: Engine
@@ -54,41 +55,41 @@ def words(count: int, first: int) -> list[int]:
     return list(range(first, first + count))
 
 
-def measure(layout: Layout, rounds: int, prompt: int) -> dict[str, Lane]:
+def measure(layout: Layout, rounds: int, prompt: int) -> dict[str, Side]:
     """Microseconds a `schedule()` call of every round, by arm."""
-    lanes: dict[str, Lane] = {arm: Lane(Engine.build(layout, arm)) for arm in ARMS}
-    for lane in lanes.values():
+    sides: dict[str, Side] = {arm: Side(Engine.build(layout, arm)) for arm in ARMS}
+    for side in sides.values():
         for number in range(RUNNING):
-            lane.engine.add(f"running-{number}", words(600, 1000 * number), max_tokens=100_000)
-        while any(request.num_output_tokens < 2 for request in lane.engine.scheduler.requests.values()):
-            lane.step()
+            side.engine.add(f"running-{number}", words(600, 1000 * number), max_tokens=100_000)
+        while any(request.num_output_tokens < 2 for request in side.engine.scheduler.requests.values()):
+            side.step()
     steps = -(-ARRIVING * prompt // (layout.budget - 2 * RUNNING * (1 + layout.mtp))) + 4
     gc.disable()
     for number in range(WARM_UPS + rounds):
         gc.collect()
-        run_round(list(lanes.values())[:: 1 if number % 2 else -1], number, prompt, steps)
+        run_round(list(sides.values())[:: 1 if number % 2 else -1], number, prompt, steps)
     gc.enable()
-    for lane in lanes.values():
-        lane.rounds = {kind: seconds[WARM_UPS:] for kind, seconds in lane.rounds.items()}
-    return lanes
+    for side in sides.values():
+        side.rounds = {kind: seconds[WARM_UPS:] for kind, seconds in side.rounds.items()}
+    return sides
 
 
-def run_round(lanes: list[Lane], number: int, prompt: int, steps: int) -> None:
-    """Prompts arrive and are prefilled, then as many steps of decoding; the lanes take turns in the given order."""
-    for lane in lanes:
-        lane.nanoseconds = lane.steps = 0
+def run_round(sides: list[Side], number: int, prompt: int, steps: int) -> None:
+    """Prompts arrive and are prefilled, then as many steps of decoding; the sides take turns in the given order."""
+    for side in sides:
+        side.nanoseconds = side.steps = 0
         for arrival in range(ARRIVING):
             first = 10_000_000 + 40_000 * (ARRIVING * number + arrival)
-            lane.engine.add(f"arrival-{number}-{arrival}", words(prompt, first), max_tokens=4)
+            side.engine.add(f"arrival-{number}-{arrival}", words(prompt, first), max_tokens=4)
     for kind in ("arrivals", "decode"):
         for _ in range(steps):
-            for lane in lanes:
-                lane.step()
-        for lane in lanes:
-            lane.close_round(kind)
-    for lane in lanes:
-        left = [name for name in lane.engine.scheduler.requests if name.startswith("arrival")]
-        lane.engine.scheduler.finish_requests(left, RequestStatus.FINISHED_ABORTED)
+            for side in sides:
+                side.step()
+        for side in sides:
+            side.close_round(kind)
+    for side in sides:
+        left = [name for name in side.engine.scheduler.requests if name.startswith("arrival")]
+        side.engine.scheduler.finish_requests(left, RequestStatus.FINISHED_ABORTED)
 
 
 def main(
@@ -100,11 +101,11 @@ def main(
 ) -> None:
     logging.disable(logging.WARNING)
     layout = Layout(dcp=dcp, mtp=mtp, num_pages=30_000, max_seqs=RUNNING + ARRIVING)
-    lanes = measure(layout, rounds, prompt)
+    sides = measure(layout, rounds, prompt)
     title = f"µs a schedule(), {RUNNING} running, DCP{dcp}, MTP{mtp}, {rounds} rounds"
     table = Table("round", "stock", "coalesced", "ratio, median", "ratio, quartiles", title=title)
     for kind, label in (("arrivals", f"{ARRIVING} x {prompt:,} tokens arrive"), ("decode", "decoding only")):
-        stock, ours = (lanes[arm].rounds[kind] for arm in ARMS)
+        stock, ours = (sides[arm].rounds[kind] for arm in ARMS)
         ratios = sorted(b / a for a, b in zip(stock, ours, strict=True))
         low, middle, high = statistics.quantiles(ratios, n=4)
         table.add_row(
@@ -116,7 +117,7 @@ def main(
         )
     Console().print(table)
     if output is not None:
-        output.write_text(json.dumps({arm: lane.rounds for arm, lane in lanes.items()}))
+        output.write_text(json.dumps({arm: side.rounds for arm, side in sides.items()}))
 
 
 if __name__ == "__main__":

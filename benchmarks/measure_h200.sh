@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Serving measurements of small GLM-5.3-Flash shapes on one H200, in a checkout on a host with stock vLLM.
 #
 #   benchmarks/measure_h200.sh all   OUT [SECONDS]   every suite with ample KV cache, 500 s

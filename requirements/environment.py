@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Make `.venv`: the pinned stack from a cache shared by checkouts, and this checkout on top of it.
 
 The stack (vLLM, torch and the test tools, some 9 GB) is one virtual environment per content of the lock

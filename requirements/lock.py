@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write runtime.txt and dev.txt: exact versions for every Python this project supports.
 
     python requirements/lock.py python3.11 python3.12 python3.13

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gives vLLM a platform that needs no device, and skips the tests that need a GPU where there is none."""
 
 import contextlib

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command line and demonstration of coalesced KDA prefill with retained checkpoints."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The KV cache of a hybrid model in stock's layout and in split layouts, from its config.json."""
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_kda_prefill.layer_stand_ins import GLM, add_layers, as_gpu, register  # isort: skip  (the platform first)
+from vllm_kda_prefill.layer_stubs import GLM, add_layers, as_gpu, register  # isort: skip  (the platform first)
 
 from vllm.config import (
     CacheConfig,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The `kda-prefill` command: plan one prompt, or serve the demo's conversation."""
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def demo(
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Serve a conversation with branches on a small true model, coalesced and stock, and check every answer.
+    """Serve a conversation with branches on a toy model, coalesced and stock, and check every answer.
 
     Exit status 1 if an answer differs from the same prompt computed without a cache.
     """

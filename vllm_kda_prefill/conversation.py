@@ -1,6 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
 """A short conversation with branches, served for real: what each follow-up finds in the prefix cache.
 
-The layout is GLM-5.3-Flash's (512-token pages, 8,192 tokens a step); the model is the small true one, so that
+The layout is GLM-5.3-Flash's (512-token pages, 8,192 tokens a step); the model is the toy one, so that
 every answer can be compared with the same prompt computed without a cache.
 """
 
@@ -22,9 +23,9 @@ import vllm_kda_prefill.planning_platform  # noqa: F401  # isort: skip
 from vllm.v1.core.recurrent_prefill_checkpoint import Policy
 from vllm_kda_prefill.planning import Arm, Engine, Layout
 from vllm_kda_prefill.spans import QuerySpan, query_span, retained_states
-from vllm_kda_prefill.truemodel.model import ModelSizes, TrueModel
-from vllm_kda_prefill.truemodel.sampler import Greedy
-from vllm_kda_prefill.truemodel.server import Server
+from vllm_kda_prefill.toymodel.model import ModelSizes, ToyModel
+from vllm_kda_prefill.toymodel.sampler import Greedy
+from vllm_kda_prefill.toymodel.server import Server
 
 ANSWER_TOKENS = 6
 PROMPT_TOKENS = 8192
@@ -111,7 +112,7 @@ class Conversation:
         torch.set_num_threads(1)  # The model's matrices are too small to share.
         self.layout = layout or Layout(mtp=3, num_pages=400)
         self.turns = turns
-        self.model = TrueModel(ModelSizes(kda_layers=self.layout.mamba_groups))
+        self.model = ToyModel(ModelSizes(kda_layers=self.layout.mamba_groups))
         self.records: dict[Arm, list[TurnRecord]] = {"stock": [], "coalesced": []}
         self.servers = {
             arm: Server(Engine.build(self.layout, arm, policy), self.layout, self.model, Greedy())

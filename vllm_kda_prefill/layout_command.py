@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kda-prefill layout`: what a hybrid model's KV cache holds, in stock's layout and in split ones."""
 
 from __future__ import annotations

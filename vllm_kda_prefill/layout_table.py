@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `kda-prefill layout` prints for people."""
 
 from __future__ import annotations

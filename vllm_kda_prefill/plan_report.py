@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What vLLM's real scheduler and KV cache manager do with one prompt, coalesced and stock."""
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's real scheduler and KV cache manager on a machine without a GPU.
 
-Model classes are replaced by stand-ins: planning needs their names and traits, not their CUDA code.
+Model classes are replaced by stubs: planning needs their names and traits, not their CUDA code.
 """
 
 from __future__ import annotations
@@ -72,27 +73,27 @@ GLM_SHAPES: dict[str, Any] = {
 Arm = Literal["stock", "coalesced"]
 
 
-class _StandIn(nn.Module, HasInnerState, IsHybrid):
+class _StubModel(nn.Module, HasInnerState, IsHybrid):
     """What vLLM asks of a hybrid model class while it builds a configuration."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("a stand-in runs nothing")
+        raise NotImplementedError("a stub runs nothing")
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("a stand-in runs nothing")
+        raise NotImplementedError("a stub runs nothing")
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("a stand-in runs nothing")
+        raise NotImplementedError("a stub runs nothing")
 
 
 @cache
 def prepare() -> None:
-    """Install the stand-ins and the fork's settings in this process, once."""
+    """Install the stubs and the fork's settings in this process, once."""
     for architecture in ("Glm5NextForConditionalGeneration", "Glm5NextForCausalLM", "Glm5NextMTPModel"):
-        ModelRegistry.register_model(architecture, _StandIn)
+        ModelRegistry.register_model(architecture, _StubModel)
     settings.register()
     init_none_hash(sha256)
 

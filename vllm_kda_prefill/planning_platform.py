@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A vLLM platform for machines without a GPU. Importing this module installs it: do so before all of vLLM.
 
 vLLM has no platform where it finds no accelerator, and its CPU platform cannot run prefix caching with MLA.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a prefill did: its query spans, the states they export, and the states the prefix cache then holds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's conversation as a picture."""
 
 from __future__ import annotations

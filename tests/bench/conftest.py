@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server to measure without a network, and samples of a run."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A stand-in for `vllm serve`: the endpoints that measurements use, over a prefix cache of prompts' states.
+# SPDX-License-Identifier: Apache-2.0
+"""A stub of `vllm serve`: the endpoints that measurements use, over a prefix cache of prompts' states.
 
 Usage: fake_server.py MODEL --host HOST --port PORT [...]. Reads the gate's environment as the plugin does. `FAULT`
 in the environment plants what a measurement must not believe.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arms that are started, proven, measured in turns and ended, over servers that only pretend."""
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from vllm_kda_prefill.bench import plan as plans
 from vllm_kda_prefill.bench.arms import make_arm
 from vllm_kda_prefill.bench.budget import Budget
 from vllm_kda_prefill.bench.errors import BenchError
-from vllm_kda_prefill.bench.lanes import Lane, in_turns
 from vllm_kda_prefill.bench.records import Recorder
-from vllm_kda_prefill.bench.server import Server
+from vllm_kda_prefill.bench.server_process import ServerProcess
+from vllm_kda_prefill.bench.servers import Server, in_turns
 
 FAKE = Path(__file__).with_name("fake_server.py")
 SERVE = f"{shlex.quote(sys.executable)} {shlex.quote(str(FAKE))}"
@@ -103,7 +104,7 @@ def test_a_server_and_all_it_starts_keep_to_their_processors(tmp_path):
     )
     processor = max(os.sched_getaffinity(0))
     serve = (sys.executable, str(tmp_path / "show.py"))
-    server = Server(make_arm("stock", 512), "m", [], tmp_path, serve, {processor})
+    server = ServerProcess(make_arm("stock", 512), "m", [], tmp_path, serve, {processor})
     with pytest.raises(BenchError, match="ended with 0"):
         asyncio.run(server.wait(30))
     assert server.read_log().strip() == str({processor})
@@ -176,12 +177,12 @@ def test_a_suite_without_time_for_a_sample_says_so(tmp_path, monkeypatch):
         """Nothing but rounds that are not recorded."""
 
     monkeypatch.setattr(plans.branches, "run", run)
-    lane = Lane("stock", cast(Any, None))
+    server = Server("stock", cast(Any, None))
     with (
         Recorder(tmp_path / "a.jsonl", {}) as recorder,
         pytest.raises(BenchError, match=r"^branches: no sample in its \d+ s; give more --seconds"),
     ):
-        asyncio.run(plans.run(plans.Plan(suites=("branches",)), [lane], recorder, Budget(30.0)))
+        asyncio.run(plans.run(plans.Plan(suites=("branches",)), [server], recorder, Budget(30.0)))
 
 
 def test_the_others_go_on_and_are_proven_where_one_server_ends(tmp_path):
@@ -205,7 +206,7 @@ def test_more_processors_than_there_are_end_with_one_line(tmp_path):
 
 def test_an_argument_that_the_runner_sets_is_refused(tmp_path):
     with pytest.raises(BenchError, match=r"^--port=1 is set by the runner"):
-        Server(make_arm("stock", 512), "m", ["--port=1"], tmp_path)
+        ServerProcess(make_arm("stock", 512), "m", ["--port=1"], tmp_path)
 
 
 def test_arms_differ_from_stock_in_what_they_say():

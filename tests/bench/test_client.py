@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The client believes nothing that the server does not say."""
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import pytest
 from vllm_kda_prefill.bench import metrics
 from vllm_kda_prefill.bench.client import Client
 from vllm_kda_prefill.bench.errors import BenchError
-from vllm_kda_prefill.bench.lanes import Lane
 from vllm_kda_prefill.bench.metrics import Metrics
+from vllm_kda_prefill.bench.servers import Server
 from vllm_kda_prefill.bench.workloads import branch, prompt
 
 
@@ -76,7 +77,7 @@ def test_a_cold_prompt_that_hits_something_fails(serve):
     with pytest.raises(
         BenchError, match="cold prompt of 600 tokens found 512 in the prefix cache; give another --seed"
     ):
-        asyncio.run(Lane("stock", serve(fault="warm")).cold(prompt(600, 1)))
+        asyncio.run(Server("stock", serve(fault="warm")).cold(prompt(600, 1)))
 
 
 def test_a_cache_that_is_not_emptied_fails(serve, monkeypatch):

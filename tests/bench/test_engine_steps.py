@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine benchmark on made-up engines: what it sends, and what its tables say."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the measuring script hands to the benchmark, and the model it writes, without a server."""
 
 import json

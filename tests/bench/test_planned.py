@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is asked of vLLM's real scheduler: equal retention, growth, reuse by cache size."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records to tables, plots and one page."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts, branches and conversations."""
 
 from __future__ import annotations

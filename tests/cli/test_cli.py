@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command as a user runs it: a process of its own, its output and its exit status."""
 
 import json

@@ -1,10 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo's conversation: what is reused, in how many passes, and that every answer is right."""
 
 import pytest
 
 from vllm_kda_prefill.conversation import TOLERANCE, TURNS, Conversation, Turn
 from vllm_kda_prefill.planning import Layout
-from vllm_kda_prefill.truemodel.pages import Pages
+from vllm_kda_prefill.toymodel.pages import Pages
 
 
 @pytest.fixture(scope="module")

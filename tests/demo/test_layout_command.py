@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kda-prefill layout` shows stock's layout and split ones of any hybrid model, from its config.json."""
 
 import json

@@ -8,7 +8,7 @@ from vllm_kda_prefill.planning import GLM_SHAPES  # isort: skip  (the platform b
 
 from vllm.plugins.kda_prefill_coalescing import SPLIT_MAMBA, SPLIT_TARGET, config_check, layout_check
 from vllm_kda_prefill.cache_report import EngineShape
-from vllm_kda_prefill.layer_stand_ins import as_gpu
+from vllm_kda_prefill.layer_stubs import as_gpu
 
 COARSE = {(1, "auto"): 4608, (1, "fp8"): 9216, (2, "auto"): 2560, (2, "fp8"): 4608, (4, "fp8"): 2560}
 FINE = {(4, "auto"): 1536, (8, "auto"): 1024, (8, "fp8"): 1536}

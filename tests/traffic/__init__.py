@@ -1,4 +1,4 @@
-"""Hostile traffic on vLLM's real scheduler and the true model.
+"""Hostile traffic on vLLM's real scheduler and the toy model.
 
 | file | job |
 |---|---|

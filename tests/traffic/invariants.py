@@ -11,9 +11,9 @@ import numpy as np
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_kda_prefill.spans import mamba_managers
-from vllm_kda_prefill.truemodel.fingerprints import Fingerprints
-from vllm_kda_prefill.truemodel.kda import WINDOW
-from vllm_kda_prefill.truemodel.worker import TrueWorker
+from vllm_kda_prefill.toymodel.fingerprints import Fingerprints
+from vllm_kda_prefill.toymodel.kda import WINDOW
+from vllm_kda_prefill.toymodel.worker import ToyWorker
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def cache_entries(scheduler: Scheduler, names: Mapping[bytes, NamedPrefix]) -> l
     return entries
 
 
-def check_contents(worker: TrueWorker, entries: list[Entry]) -> None:
+def check_contents(worker: ToyWorker, entries: list[Entry]) -> None:
     """Every page that the prefix cache would serve holds what its hash names."""
     pages, size = worker.pages, worker.pages.attention_block
     for group, page, named in entries:
@@ -75,7 +75,7 @@ def check_ownership(scheduler: Scheduler) -> None:
         assert columns[page] < 2 or block.block_hash is not None, f"page {page} is shared and not cached"
 
 
-def check_tables(scheduler: Scheduler, worker: TrueWorker) -> None:
+def check_tables(scheduler: Scheduler, worker: ToyWorker) -> None:
     """Wherever the allocator names a page, the worker's append-only table names the same one."""
     for single_type in scheduler.kv_cache_manager.coordinator.single_type_managers:
         group = single_type.kv_cache_group_id

@@ -32,9 +32,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.tiered_free_queue import TieredFreeQueue
 from vllm.v1.worker.prefill_plan_rows import PlanMismatchError
 from vllm_kda_prefill.planning import Layout
-from vllm_kda_prefill.truemodel.migration import Migration
-from vllm_kda_prefill.truemodel.pages import Pages
-from vllm_kda_prefill.truemodel.worker import TrueWorker
+from vllm_kda_prefill.toymodel.migration import Migration
+from vllm_kda_prefill.toymodel.pages import Pages
+from vllm_kda_prefill.toymodel.worker import ToyWorker
 
 Plant = Callable[[], AbstractContextManager[Any]]
 
@@ -235,7 +235,7 @@ MUTANTS: dict[str, Plant] = {
     "unwritten block copied for a hit": around(
         CoalescingKVCacheManager, "copies_unwritten_block", lambda *args, **kwargs: False
     ),
-    "convolution window one token early": around(TrueWorker, "_export", shifted),
+    "convolution window one token early": around(ToyWorker, "_export", shifted),
     "convolution window shifted by a draft": around(Migration, "_move", draft_shifted),
     "copy-on-write not executed": around(Pages, "copy", nothing),
     "state resumed before the last accepted draft": around(Migration, "before", too_early),

@@ -13,12 +13,12 @@ from tests.traffic.world import Setting, World
 from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE, BoundPlan
 from vllm.v1.worker.prefill_plan_rows import WAY_OUT, PlanMismatchError, plans_of
 from vllm_kda_prefill.planning import Layout
-from vllm_kda_prefill.truemodel.worker import TrueWorker
+from vllm_kda_prefill.toymodel.worker import ToyWorker
 
 LAYOUT = Layout(attention_block=32, mamba_block=32, budget=512, num_pages=60, max_model_len=4096)
 
 
-def memory(worker: TrueWorker) -> list[bytes]:
+def memory(worker: ToyWorker) -> list[bytes]:
     """Every bit of the KV cache and of its shadow."""
     pages = worker.pages
     shadows = (pages.row_shadow, pages.state_shadow, pages.window_shadow, pages.group)

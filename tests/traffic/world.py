@@ -1,4 +1,4 @@
-"""An engine, the true model, and everything known about the texts that go through them."""
+"""An engine, the toy model, and everything known about the texts that go through them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm_kda_prefill.conversation import TOLERANCE, relative_difference
 from vllm_kda_prefill.planning import Arm, Engine, Layout
-from vllm_kda_prefill.truemodel.fingerprints import EMPTY, Fingerprints, extend
-from vllm_kda_prefill.truemodel.model import ModelSizes, TrueModel
-from vllm_kda_prefill.truemodel.sampler import Scripted
-from vllm_kda_prefill.truemodel.server import Server
+from vllm_kda_prefill.toymodel.fingerprints import EMPTY, Fingerprints, extend
+from vllm_kda_prefill.toymodel.model import ModelSizes, ToyModel
+from vllm_kda_prefill.toymodel.sampler import Scripted
+from vllm_kda_prefill.toymodel.server import Server
 
-MODELS = {groups: TrueModel(ModelSizes(kda_layers=groups)) for groups in (1, 2)}
+MODELS = {groups: ToyModel(ModelSizes(kda_layers=groups)) for groups in (1, 2)}
 MAX_IN_FLIGHT = 3
 """Steps scheduled before the first of them is run: the worker is up to two steps late."""
 

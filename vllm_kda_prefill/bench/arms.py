@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ways to serve the same model that are compared, each a stock `vllm serve` with settings."""
 
 from __future__ import annotations

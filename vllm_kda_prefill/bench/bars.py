@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the measurements are held against, met or missed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wall-clock time, shared out: what is short of it takes fewer samples instead of being cut."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One request at a time to an OpenAI-compatible server: exact prompts, streamed tokens, a monotonic clock."""
 
 from __future__ import annotations

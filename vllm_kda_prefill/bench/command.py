@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`kda-prefill bench`: measure a server, compare arms, plan without a GPU, and render the report."""
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ def ab(
     from vllm_kda_prefill.bench.arms import arm_of, make_arm, servers_of
     from vllm_kda_prefill.bench.errors import BenchError
     from vllm_kda_prefill.bench.runner import measure_arms
-    from vllm_kda_prefill.bench.server import SERVE
+    from vllm_kda_prefill.bench.server_process import SERVE
     from vllm_kda_prefill.bench.workloads import Conversations
 
     names = [name.strip() for name in arms.split(",")]

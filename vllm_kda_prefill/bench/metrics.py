@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server's /metrics, and what changed in it."""
 
 from __future__ import annotations

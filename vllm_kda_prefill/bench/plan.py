@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which suites a run makes, with their sizes, and how they share its time."""
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from typing import Any
 from vllm_kda_prefill.bench.arms import arm_of
 from vllm_kda_prefill.bench.budget import Budget
 from vllm_kda_prefill.bench.errors import BenchError
-from vllm_kda_prefill.bench.lanes import Lane
 from vllm_kda_prefill.bench.records import Recorder
+from vllm_kda_prefill.bench.servers import Server
 from vllm_kda_prefill.bench.suites import branches, cold, conversations, decode
 from vllm_kda_prefill.bench.workloads import Conversations
 
@@ -69,7 +70,7 @@ ENDING = 2.0
 
 
 async def run(
-    plan: Plan, lanes: Sequence[Lane], recorder: Recorder, budget: Budget, keep_going: bool = False
+    plan: Plan, servers: Sequence[Server], recorder: Recorder, budget: Budget, keep_going: bool = False
 ) -> list[str]:
     """Run the plan's suites, each in its share of what is left of the budget.
 
@@ -80,14 +81,14 @@ async def run(
         BenchError: A suite failed or a server ended, without `keep_going`.
     """
     failed: list[str] = []
-    lanes = list(lanes)
+    servers = list(servers)
     pending = [suite for suite in SHARES if suite in plan.suites]
     while pending:
         suite = pending[0]
-        lanes = _living(lanes, recorder, keep_going, failed)
+        servers = _living(servers, recorder, keep_going, failed)
         share = budget.share(SHARES[suite] / sum(SHARES[name] for name in pending))
         names = plan.only.get(suite)
-        taking_part = [lane for lane in lanes if names is None or arm_of(lane.name) in names]
+        taking_part = [server for server in servers if names is None or arm_of(server.name) in names]
         try:
             before, seconds = recorder.samples, share.left
             await _run_suite(suite, plan, taking_part, recorder, share)
@@ -104,36 +105,36 @@ async def run(
     return failed
 
 
-def _living(lanes: list[Lane], recorder: Recorder, keep_going: bool, failed: list[str]) -> list[Lane]:
-    """The lanes whose servers have not ended.
+def _living(servers: list[Server], recorder: Recorder, keep_going: bool, failed: list[str]) -> list[Server]:
+    """The servers whose servers have not ended.
 
     Raises:
         BenchError: One has, without `keep_going`.
     """
     living = []
-    for lane in lanes:
-        if lane.is_up:
-            living.append(lane)
+    for server in servers:
+        if server.is_up:
+            living.append(server)
             continue
-        error = BenchError(f"arm {lane.name}: its server ended while it was measured; see its log")
+        error = BenchError(f"arm {server.name}: its server ended while it was measured; see its log")
         if not keep_going:
             raise error
-        recorder.add("left out", arm=lane.name, error=str(error))
-        failed.append(lane.name)
+        recorder.add("left out", arm=server.name, error=str(error))
+        failed.append(server.name)
     return living
 
 
-async def _run_suite(suite: str, plan: Plan, lanes: Sequence[Lane], recorder: Recorder, budget: Budget) -> None:
-    if not lanes:
+async def _run_suite(suite: str, plan: Plan, servers: Sequence[Server], recorder: Recorder, budget: Budget) -> None:
+    if not servers:
         return
     if suite == "cold":
-        await cold.run(lanes, plan.sizes, plan.samples, plan.seed, recorder, budget)
+        await cold.run(servers, plan.sizes, plan.samples, plan.seed, recorder, budget)
     elif suite in ("branches", branches.ROOM):
-        await branches.run(lanes, plan.points, plan.samples, plan.seed, recorder, budget, suite)
+        await branches.run(servers, plan.points, plan.samples, plan.seed, recorder, budget, suite)
     elif suite == "conversations":
-        await conversations.run(lanes, plan.workload, plan.traces, recorder, budget)
+        await conversations.run(servers, plan.workload, plan.traces, recorder, budget)
     elif suite == "decode":
         contexts, output = plan.contexts, plan.output_tokens
-        await decode.run(lanes, contexts, decode.CONCURRENCIES, plan.samples, output, plan.seed, recorder, budget)
+        await decode.run(servers, contexts, decode.CONCURRENCIES, plan.samples, output, plan.seed, recorder, budget)
     else:
-        await cold.run(lanes, plan.growth_sizes, min(plan.samples, 5), plan.seed, recorder, budget, suite)
+        await cold.run(servers, plan.growth_sizes, min(plan.samples, 5), plan.seed, recorder, budget, suite)

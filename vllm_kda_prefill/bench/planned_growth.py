@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Passes, retained states and bytes by prompt length, from vLLM's real scheduler and KV cache manager."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cached tokens of conversations by KV cache size, from vLLM's real scheduler and KV cache manager."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of what was asked of the scheduler without a GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Raw samples as lines of JSON: first what was run on what, then every sample."""
 
 from __future__ import annotations

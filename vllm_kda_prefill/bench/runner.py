@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs: against one server that is there, and against arms that are started, proven and ended here."""
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from vllm_kda_prefill.bench.arms import Arm, arm_of
 from vllm_kda_prefill.bench.budget import Budget
 from vllm_kda_prefill.bench.client import Client
 from vllm_kda_prefill.bench.errors import BenchError
-from vllm_kda_prefill.bench.lanes import Lane, check_after, check_before
 from vllm_kda_prefill.bench.metrics import Metrics
 from vllm_kda_prefill.bench.plan import Plan
 from vllm_kda_prefill.bench.records import Recorder
-from vllm_kda_prefill.bench.server import SERVE, SERVED_NAME, Server
+from vllm_kda_prefill.bench.server_process import SERVE, SERVED_NAME, ServerProcess
+from vllm_kda_prefill.bench.servers import Server, check_after, check_before
 from vllm_kda_prefill.bench.suites import warm_up
 
 SHUTDOWN = 25.0
@@ -30,67 +31,67 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-async def measure_lanes(
-    plan: Plan, lanes: Sequence[Lane], recorder: Recorder, budget: Budget, keep_going: bool = False
+async def measure_servers(
+    plan: Plan, servers: Sequence[Server], recorder: Recorder, budget: Budget, keep_going: bool = False
 ) -> list[str]:
-    """Warm up and probe every lane, prove what each is, run the suites, and prove it again.
+    """Warm up and probe every server, prove what each is, run the suites, and prove it again.
 
     Returns:
         Arms and suites that failed, with `keep_going`.
 
     Raises:
-        BenchError: A lane is not what it says, or without `keep_going` a suite failed.
+        BenchError: A server is not what it says, or without `keep_going` a suite failed.
     """
     say("warm-ups and probes")
     failures: list[str] = []
-    ready: list[tuple[Lane, Metrics, int]] = []
-    for lane in lanes:
+    ready: list[tuple[Server, Metrics, int]] = []
+    for server in servers:
         try:
-            reading = await _prepare(lane, lanes, plan, recorder)
+            reading = await _prepare(server, servers, plan, recorder)
         except BenchError as error:
-            if not keep_going or len(failures) + 1 == len(lanes):
+            if not keep_going or len(failures) + 1 == len(servers):
                 raise
-            failures.append(lane.name)
+            failures.append(server.name)
             say(f"left out: {error}")
-            recorder.add("left out", arm=lane.name, error=str(error))
+            recorder.add("left out", arm=server.name, error=str(error))
         else:
-            ready.append((lane, reading, lane.cold_prefills))
+            ready.append((server, reading, server.cold_prefills))
     say(f"{', '.join(plan.suites)}: {budget.left:.0f} s left")
-    failures += await plans.run(plan, [lane for lane, _, _ in ready], recorder, budget, keep_going)
-    for lane, reading, cold in ready:
+    failures += await plans.run(plan, [server for server, _, _ in ready], recorder, budget, keep_going)
+    for server, reading, cold in ready:
         try:
-            await check_after(lane, reading, cold, recorder)
+            await check_after(server, reading, cold, recorder)
         except BenchError as error:
             if not keep_going:
                 raise
             # What it measured stays in the file, marked as unproven.
-            recorder.add("left out", arm=lane.name, error=f"arm {lane.name}, after it was measured: {error}")
-            if lane.name not in failures:
-                failures.append(lane.name)
+            recorder.add("left out", arm=server.name, error=f"arm {server.name}, after it was measured: {error}")
+            if server.name not in failures:
+                failures.append(server.name)
     return failures
 
 
-async def _prepare(lane: Lane, lanes: Sequence[Lane], plan: Plan, recorder: Recorder) -> Metrics:
+async def _prepare(server: Server, servers: Sequence[Server], plan: Plan, recorder: Recorder) -> Metrics:
     """Warm-ups, probes and the proof; returns the counters after them."""
     if set(plan.suites) - {"conversations"}:
-        await warm_up.warm_up(lane, plan.sizes, plan.seed)
-    await warm_up.probe(lane, plan.sizes, plan.seed, recorder)
-    if lane.arm is not None and lane.arm.equal_to:
-        other = _like(lane.arm.equal_to, lanes)
-        await warm_up.probe_equal_retention(lane, other, plan.sizes[0], plan.seed, recorder)
-    return await check_before(lane, recorder)
+        await warm_up.warm_up(server, plan.sizes, plan.seed)
+    await warm_up.probe(server, plan.sizes, plan.seed, recorder)
+    if server.arm is not None and server.arm.equal_to:
+        other = _like(server.arm.equal_to, servers)
+        await warm_up.probe_equal_retention(server, other, plan.sizes[0], plan.seed, recorder)
+    return await check_before(server, recorder)
 
 
-def _like(name: str, lanes: Sequence[Lane]) -> Lane:
+def _like(name: str, servers: Sequence[Server]) -> Server:
     """The server of that name, or where it is not up another one of its arm.
 
     Raises:
         BenchError: None is up.
     """
-    found = [lane for lane in lanes if arm_of(lane.name) == arm_of(name) and lane.is_up]
+    found = [server for server in servers if arm_of(server.name) == arm_of(name) and server.is_up]
     if not found:
         raise BenchError(f"arm {arm_of(name)} is not up, and the arm that has to keep its states is left out with it")
-    return next((lane for lane in found if lane.name == name), found[0])
+    return next((server for server in found if server.name == name), found[0])
 
 
 async def measure_url(
@@ -112,7 +113,7 @@ async def measure_url(
         await client.find_model()
         version = await client.version()
         with Recorder(output, {"url": url, "model": client.model, "server_version": version, **plan.as_json()}) as to:
-            await measure_lanes(plan, [Lane(name, client)], to, Budget(seconds))
+            await measure_servers(plan, [Server(name, client)], to, Budget(seconds))
     finally:
         await client.close()
 
@@ -152,34 +153,34 @@ async def measure_arms(
     """
     own = _processors(len(arms), processors)
     budget = Budget(seconds - SHUTDOWN)
+    processes: list[ServerProcess] = []
     servers: list[Server] = []
-    lanes: list[Lane] = []
     try:
         for arm, set_of_its_own in zip(arms, own, strict=True):
-            servers.append(Server(arm, model, arguments, logs, serve, set_of_its_own))
+            processes.append(ServerProcess(arm, model, arguments, logs, serve, set_of_its_own))
         configuration = {
             "model": model,
-            "arms": {s.arm.name: {"environment": dict(s.arm.environment), "command": s.command} for s in servers},
+            "arms": {s.arm.name: {"environment": dict(s.arm.environment), "command": s.command} for s in processes},
             "processors": processors,
             **plan.as_json(),
         }
         with Recorder(output, configuration) as recorder:
             say(f"starting {', '.join(arm.name for arm in arms)}")
-            failures = await _wait(servers, start_seconds, keep_going, recorder)
-            for server in servers:
-                if server.arm.name not in failures:
-                    lanes.append(Lane(server.arm.name, Client(server.url, SERVED_NAME), server.arm, server))
+            failures = await _wait(processes, start_seconds, keep_going, recorder)
+            for process in processes:
+                if process.arm.name not in failures:
+                    servers.append(Server(process.arm.name, Client(process.url, SERVED_NAME), process.arm, process))
             try:
                 async with asyncio.timeout(budget.left + SHUTDOWN / 2):
-                    failures += await measure_lanes(plan, lanes, recorder, budget, keep_going)
+                    failures += await measure_servers(plan, servers, recorder, budget, keep_going)
             except TimeoutError:
                 raise BenchError(f"not done after {seconds:.0f} s; give more --seconds or fewer suites") from None
             if failures:
                 raise BenchError(f"not measured: {', '.join(failures)}; what was is in {output}")
     finally:
-        for lane in lanes:
-            await lane.client.close()
-        await asyncio.gather(*(asyncio.to_thread(server.stop) for server in servers))
+        for server in servers:
+            await server.client.close()
+        await asyncio.gather(*(asyncio.to_thread(process.stop) for process in processes))
 
 
 def _processors(servers: int, each: int) -> list[set[int]]:
@@ -200,19 +201,19 @@ def _processors(servers: int, each: int) -> list[set[int]]:
     return [set(here[number * each :][:each]) for number in range(servers)]
 
 
-async def _wait(servers: Sequence[Server], seconds: float, keep_going: bool, recorder: Recorder) -> list[str]:
+async def _wait(processes: Sequence[ServerProcess], seconds: float, keep_going: bool, recorder: Recorder) -> list[str]:
     """Wait for all servers; returns the arms that did not start, with `keep_going` and at least one that did."""
-    starts = await asyncio.gather(*(server.wait(seconds) for server in servers), return_exceptions=True)
+    starts = await asyncio.gather(*(process.wait(seconds) for process in processes), return_exceptions=True)
     failed: list[str] = []
-    for server, start in zip(servers, starts, strict=True):
+    for process, start in zip(processes, starts, strict=True):
         if isinstance(start, BaseException):
-            if not keep_going or not isinstance(start, BenchError) or len(failed) + 1 == len(servers):
+            if not keep_going or not isinstance(start, BenchError) or len(failed) + 1 == len(processes):
                 raise start
-            failed.append(server.arm.name)
+            failed.append(process.arm.name)
             say(f"left out: {start}")
-            recorder.add("left out", arm=server.arm.name, error=str(start))
+            recorder.add("left out", arm=process.arm.name, error=str(start))
         else:
-            recorder.add("started", arm=server.arm.name, seconds=round(start, 1), facts=_facts(server))
+            recorder.add("started", arm=process.arm.name, seconds=round(start, 1), facts=_facts(process))
     return failed
 
 
@@ -225,7 +226,7 @@ FACTS = (
 )
 
 
-def _facts(server: Server) -> list[str]:
+def _facts(process: ServerProcess) -> list[str]:
     """Lines of a server's log that say what was built."""
-    lines = [line for line in server.read_log().splitlines() if any(fact in line for fact in FACTS)]
+    lines = [line for line in process.read_log().splitlines() if any(fact in line for fact in FACTS)]
     return [" ".join(line.split())[-300:] for line in lines[:12]]

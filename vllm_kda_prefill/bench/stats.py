@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Medians, spreads and bootstrap intervals of ratios."""
 
 from __future__ import annotations

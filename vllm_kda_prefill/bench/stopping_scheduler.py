@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stock vLLM keeping as many states as policy `ladder`, the only way it can: by ending queries.
 
 For `vllm serve --scheduler-cls` with the gate off. A prefill chunk ends at the next rung of its prompt, and the state

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records to figures: medians, ratios with their intervals, and the bars they are held against."""
 
 from __future__ import annotations

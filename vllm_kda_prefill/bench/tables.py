@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sections on a terminal."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is sent: prompts, branches and conversations, the same for the same seed."""
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, select_common_block_size
 from vllm_kda_prefill.cache_report import EngineShape
-from vllm_kda_prefill.layer_stand_ins import as_gpu
+from vllm_kda_prefill.layer_stubs import as_gpu
 from vllm_kda_prefill.spans import QuerySpan, query_span
 
 MEMORY = 2 << 30

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs to one self-contained HTML page, its plots as PNGs, and the tables in Markdown."""
 
 from __future__ import annotations

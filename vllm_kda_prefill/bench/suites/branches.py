@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Follow-ups that leave a cached prompt at chosen points, in a full cache or in one with room."""
 
 from __future__ import annotations
@@ -5,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vllm_kda_prefill.bench.budget import Budget
-from vllm_kda_prefill.bench.lanes import Lane, in_turns, timing
 from vllm_kda_prefill.bench.records import Recorder
+from vllm_kda_prefill.bench.servers import Server, in_turns, timing
 from vllm_kda_prefill.bench.workloads import branch, prompt
 
 SIZE = 8192
@@ -16,7 +17,7 @@ ROOM = "branches-room"
 
 
 async def run(
-    lanes: Sequence[Lane],
+    servers: Sequence[Server],
     points: Sequence[int],
     samples: int,
     seed: int,
@@ -31,18 +32,18 @@ async def run(
     before each round.
     """
     for number in budget.rounds(WARM_UPS + samples):
-        for lane in in_turns(lanes, number):
-            base = prompt(SIZE, suite, seed, lane.name, number)
+        for server in in_turns(servers, number):
+            base = prompt(SIZE, suite, seed, server.name, number)
             if suite == ROOM:
-                await lane.client.reset_prefix_cache()
-            await lane.cold(base)
+                await server.client.reset_prefix_cache()
+            await server.cold(base)
             for point in sorted(points, reverse=True):
-                answer = await lane.client.complete(branch(base, point, seed, lane.name, number))
+                answer = await server.client.complete(branch(base, point, seed, server.name, number))
                 if number >= WARM_UPS:
                     recorder.add(
                         "sample",
                         suite=suite,
-                        arm=lane.name,
+                        arm=server.name,
                         round=number - WARM_UPS,
                         point=point,
                         **timing(answer),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoding at a context: tokens and steps a second, one or several requests at a time."""
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from vllm_kda_prefill.bench import metrics
 from vllm_kda_prefill.bench.budget import Budget
 from vllm_kda_prefill.bench.client import Answer
 from vllm_kda_prefill.bench.errors import BenchError
-from vllm_kda_prefill.bench.lanes import Lane, in_turns
 from vllm_kda_prefill.bench.records import Recorder
+from vllm_kda_prefill.bench.servers import Server, in_turns
 from vllm_kda_prefill.bench.workloads import prompt
 
 CONTEXTS = (8192, 32768)
@@ -53,7 +54,7 @@ class Window:
 
 
 async def run(
-    lanes: Sequence[Lane],
+    servers: Sequence[Server],
     contexts: Sequence[int],
     concurrencies: Sequence[int],
     samples: int,
@@ -68,29 +69,29 @@ async def run(
     """
     for context in contexts:
         for requests in concurrencies:
-            for lane in lanes:
-                await _decode(lane, context, requests, WARM_UP_OUTPUT, seed)
+            for server in servers:
+                await _decode(server, context, requests, WARM_UP_OUTPUT, seed)
     for number in budget.rounds(samples):
         for context in contexts:
             for requests in concurrencies:
-                for lane in in_turns(lanes, number):
-                    await _measure(lane, context, requests, output, seed, recorder, number)
+                for server in in_turns(servers, number):
+                    await _measure(server, context, requests, output, seed, recorder, number)
 
 
-async def _decode(lane: Lane, context: int, requests: int, output: int, seed: int) -> list[Answer]:
+async def _decode(server: Server, context: int, requests: int, output: int, seed: int) -> list[Answer]:
     """Make prompts warm and decode them at once."""
     prompts = [prompt(context, "decode", seed, context, requests, index) for index in range(requests)]
     for tokens in prompts:
-        await lane.client.complete(tokens)
-    return await asyncio.gather(*(lane.client.complete(tokens, output) for tokens in prompts))
+        await server.client.complete(tokens)
+    return await asyncio.gather(*(server.client.complete(tokens, output) for tokens in prompts))
 
 
 async def _measure(
-    lane: Lane, context: int, requests: int, output: int, seed: int, recorder: Recorder, number: int
+    server: Server, context: int, requests: int, output: int, seed: int, recorder: Recorder, number: int
 ) -> None:
-    before = await lane.client.metrics()
-    answers = await _decode(lane, context, requests, output, seed)
-    moved = (await lane.client.metrics()).since(before)
+    before = await server.client.metrics()
+    answers = await _decode(server, context, requests, output, seed)
+    moved = (await server.client.metrics()).since(before)
     drafts, accepted = moved.get(metrics.DRAFTS, 0.0), moved.get(metrics.ACCEPTED, 0.0)
     window = Window.of(answers)
     acceptance = 1 + accepted / drafts if drafts else 1.0
@@ -98,7 +99,7 @@ async def _measure(
     recorder.add(
         "sample",
         suite="decode",
-        arm=lane.name,
+        arm=server.name,
         round=number,
         context=context,
         requests=requests,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One layer of Kimi Delta Attention in fp64: short convolution, bounded gate, delta-rule recurrence.
 
 Symbols of one row: `T` tokens, `D` model width, `H` heads, `K` head size, `C = 3·H·K` raw q|k|v channels.

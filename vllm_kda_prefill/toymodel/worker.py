@@ -1,4 +1,5 @@
-"""A CPU worker that serves the true model from scheduler outputs alone, as vLLM's runner does on a GPU."""
+# SPDX-License-Identifier: Apache-2.0
+"""A CPU worker that serves the toy model from scheduler outputs alone, as vLLM's runner does on a GPU."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE, BoundPlan
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.worker.prefill_plan_rows import CheckpointRows, bind_rows, plans_of
-from vllm_kda_prefill.truemodel.batch import Batch
-from vllm_kda_prefill.truemodel.fingerprints import EMPTY, Fingerprints, extend, spoiled
-from vllm_kda_prefill.truemodel.kda import CHUNK, WINDOW, KDAInputs, KDALayer
-from vllm_kda_prefill.truemodel.kda_rows import KDARow, kda_rows
-from vllm_kda_prefill.truemodel.migration import Migration
-from vllm_kda_prefill.truemodel.model import TrueModel
-from vllm_kda_prefill.truemodel.pages import Pages
-from vllm_kda_prefill.truemodel.requests import WorkerRequest
-from vllm_kda_prefill.truemodel.sampler import Sampler
+from vllm_kda_prefill.toymodel.batch import Batch
+from vllm_kda_prefill.toymodel.fingerprints import EMPTY, Fingerprints, extend, spoiled
+from vllm_kda_prefill.toymodel.kda import CHUNK, WINDOW, KDAInputs, KDALayer
+from vllm_kda_prefill.toymodel.kda_rows import KDARow, kda_rows
+from vllm_kda_prefill.toymodel.migration import Migration
+from vllm_kda_prefill.toymodel.model import ToyModel
+from vllm_kda_prefill.toymodel.pages import Pages
+from vllm_kda_prefill.toymodel.requests import WorkerRequest
+from vllm_kda_prefill.toymodel.sampler import Sampler
 
 
 class WrongContentError(AssertionError):
@@ -46,7 +47,7 @@ class StepResult:
     logits: dict[tuple[str, int], Tensor]
 
 
-class TrueWorker:
+class ToyWorker:
     """Executes scheduler outputs in order.
 
     Attributes:
@@ -60,7 +61,7 @@ class TrueWorker:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         attention_block: int,
-        model: TrueModel,
+        model: ToyModel,
         sampler: Sampler,
         checks_reads: bool = False,
     ) -> None:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One step's packed batch, and the attention metadata that vLLM's builders read."""
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm_kda_prefill.truemodel.requests import WorkerRequest
+from vllm_kda_prefill.toymodel.requests import WorkerRequest
 
 Int32 = npt.NDArray[np.int32]
 

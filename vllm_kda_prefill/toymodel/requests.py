@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the worker remembers of a request between steps."""
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_kda_prefill.truemodel.fingerprints import EMPTY, Fingerprints, extend
+from vllm_kda_prefill.toymodel.fingerprints import EMPTY, Fingerprints, extend
 
 
 @dataclass

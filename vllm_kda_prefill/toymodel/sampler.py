@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where output tokens and draft tokens come from."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A `vllm serve` of its own process group: start, health, log, end."""
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-class Server:
+class ServerProcess:
     """One arm, started and not necessarily up yet."""
 
     def __init__(

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The KV cache's bytes: one buffer of pages that all groups share, and a shadow of what each page holds.
 
 As in vLLM's hybrid models a page is an attention block, or a recurrent state with its convolution window, for
@@ -12,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_kda_prefill.truemodel.fingerprints import Fingerprints
-from vllm_kda_prefill.truemodel.kda import WINDOW
-from vllm_kda_prefill.truemodel.model import ModelSizes
+from vllm_kda_prefill.toymodel.fingerprints import Fingerprints
+from vllm_kda_prefill.toymodel.kda import WINDOW
+from vllm_kda_prefill.toymodel.model import ModelSizes
 
 
 class Pages:

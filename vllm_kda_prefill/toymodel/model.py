@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small decoder whose every output depends on the whole prefix: KDA layers, one attention layer, logits.
 
 The KDA layers come first and the attention layer caches what they computed, so a wrong state anywhere in a
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_kda_prefill.truemodel.attention import AttentionLayer
-from vllm_kda_prefill.truemodel.kda import WINDOW, KDALayer, KDASizes
+from vllm_kda_prefill.toymodel.attention import AttentionLayer
+from vllm_kda_prefill.toymodel.kda import WINDOW, KDALayer, KDASizes
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class ModelSizes:
         return KDASizes(self.width, self.heads, self.head_size)
 
 
-class TrueModel:
+class ToyModel:
     """Weights and layers. All arithmetic is fp64 on the CPU, and deterministic."""
 
     def __init__(self, sizes: ModelSizes) -> None:

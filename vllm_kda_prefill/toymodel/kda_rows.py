@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the GDN metadata tells a KDA layer, one row at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fingerprints of token prefixes: one integer names exactly which tokens a page's content stands for."""
 
 from __future__ import annotations

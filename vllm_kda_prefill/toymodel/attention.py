@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One causal attention layer in fp64 with rotary positions.
 
 Symbols: `T` query tokens, `N` tokens of context with them, `D` model width, `H` heads, `K` head size.

@@ -1,17 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
 """The small model itself: its two forms agree, and its outputs depend on everything before them."""
 
 import pytest
 import torch
 
-from vllm_kda_prefill.truemodel.kda import CHUNK, KDAInputs, KDALayer
-from vllm_kda_prefill.truemodel.model import ModelSizes, TrueModel
+from vllm_kda_prefill.toymodel.kda import CHUNK, KDAInputs, KDALayer
+from vllm_kda_prefill.toymodel.model import ModelSizes, ToyModel
 
 SIZES = ModelSizes(kda_layers=2)
 
 
 @pytest.fixture(scope="module")
-def model() -> TrueModel:
-    return TrueModel(SIZES)
+def model() -> ToyModel:
+    return ToyModel(SIZES)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -19,7 +20,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return torch.randint(0, SIZES.vocabulary, (count,), generator=generator).tolist()
 
 
-def layer_inputs(model: TrueModel, layer: KDALayer, count: int) -> KDAInputs:
+def layer_inputs(model: ToyModel, layer: KDALayer, count: int) -> KDAInputs:
     x = model.norm(model.embedding[torch.tensor(tokens(count))])
     raw = layer.raw(x)
     return layer.inputs(x, raw, raw.new_zeros(3, raw.shape[1]))
@@ -73,5 +74,5 @@ def test_equal_tokens_in_another_order_give_another_output(model):
 
 def test_outputs_are_the_same_in_every_run():
     prompt = tokens(200)
-    first, second = (TrueModel(SIZES).uncached(prompt, [50, 199]) for _ in range(2))
+    first, second = (ToyModel(SIZES).uncached(prompt, [50, 199]) for _ in range(2))
     assert torch.equal(first, second)

@@ -1,6 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
 """A hybrid model's layers as its KV cache sees them: their cache specs and attention backends, and no weights.
 
-GLM-5.3-Flash has vLLM's own layer classes, made without weights. Any other hybrid model has one stand-in for each
+GLM-5.3-Flash has vLLM's own layer classes, made without weights. Any other hybrid model has one stub for each
 attention and each recurrent layer, with the sizes that vLLM's page alignment computes from its configuration.
 """
 
@@ -26,7 +27,7 @@ from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, get_kv_quant_mode
-from vllm_kda_prefill.planning import _StandIn, prepare
+from vllm_kda_prefill.planning import _StubModel, prepare
 
 GLM = ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration")
 STATE_METHODS = (
@@ -47,13 +48,13 @@ SPARSE_MLA_BACKENDS = {
 
 @cache
 def register(architecture: str) -> None:
-    """Put a stand-in class in the registry: vLLM's own state sizes, and nothing that would need a processor.
+    """Put a stub class in the registry: vLLM's own state sizes, and nothing that would need a processor.
 
     Raises:
         ValueError: vLLM knows no such architecture.
     """
     prepare()
-    # Stand-ins of the planner may have taken these names.
+    # Stubs of the planner may have taken these names.
     if architecture in GLM:
         import vllm.models.glm5next as glm5next
 
@@ -65,14 +66,14 @@ def register(architecture: str) -> None:
     if not getattr(model, "is_hybrid", False):
         raise ValueError(f"{architecture} is no hybrid model: it has no recurrent layers beside attention")
     methods = {name: getattr(model, name) for name in STATE_METHODS if hasattr(model, name)}
-    ModelRegistry.register_model(architecture, type(architecture, (_StandIn,), methods))
+    ModelRegistry.register_model(architecture, type(architecture, (_StubModel,), methods))
 
 
 def add_layers(vllm_config: VllmConfig, capability: int) -> None:
     """Give a configuration the layers of its model.
 
     Args:
-        vllm_config: Of a registered stand-in.
+        vllm_config: Of a registered stub.
         capability: Major compute capability of the GPU it is for.
 
     Raises:

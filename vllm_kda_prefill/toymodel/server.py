@@ -1,4 +1,5 @@
-"""A whole engine on the CPU: vLLM's scheduler and KV cache manager, and the true model's worker."""
+# SPDX-License-Identifier: Apache-2.0
+"""A whole engine on the CPU: vLLM's scheduler and KV cache manager, and the toy model's worker."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm_kda_prefill.planning import Engine, Layout
-from vllm_kda_prefill.truemodel.model import TrueModel
-from vllm_kda_prefill.truemodel.sampler import Sampler
-from vllm_kda_prefill.truemodel.worker import StepResult, TrueWorker
+from vllm_kda_prefill.toymodel.model import ToyModel
+from vllm_kda_prefill.toymodel.sampler import Sampler
+from vllm_kda_prefill.toymodel.worker import StepResult, ToyWorker
 
 Observer = Callable[[SchedulerOutput], None]
 
@@ -29,7 +30,7 @@ class Server:
     """
 
     def __init__(
-        self, engine: Engine, layout: Layout, model: TrueModel, sampler: Sampler, checks_reads: bool = False
+        self, engine: Engine, layout: Layout, model: ToyModel, sampler: Sampler, checks_reads: bool = False
     ) -> None:
         scheduler = engine.scheduler
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -41,7 +42,7 @@ class Server:
         )
         attention_block = next(m.block_size for m in managers if not isinstance(m, MambaManager))
         self.engine = engine
-        self.worker = TrueWorker(
+        self.worker = ToyWorker(
             config, layout.kv_cache_config(), attention_block, model, sampler, checks_reads=checks_reads
         )
         self.logits: dict[tuple[str, int], Tensor] = {}

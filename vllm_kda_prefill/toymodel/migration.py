@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How running states move between pages.
 
 A Mamba table's column `c` stands for the state after `(c + 1)` pages of tokens. A query runs in the column of
@@ -9,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from vllm_kda_prefill.truemodel.pages import Pages
-from vllm_kda_prefill.truemodel.requests import WorkerRequest
+from vllm_kda_prefill.toymodel.pages import Pages
+from vllm_kda_prefill.toymodel.requests import WorkerRequest
 
 
 class Migration:

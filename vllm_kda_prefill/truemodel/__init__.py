@@ -1,3 +1,0 @@
-"""A small true KDA + attention model on the CPU, and a worker that serves it from scheduler outputs."""
-
-import vllm_kda_prefill.planning_platform  # noqa: F401  # Before the rest of vLLM.
