@@ -11,7 +11,7 @@ import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.config.attention import HiSparseConfig
 from vllm.platforms.interface import DeviceCapability
-from vllm.plugins.kda_prefill_coalescing import SPLIT_MAMBA, SPLIT_TARGET, config_check, seams
+from vllm.plugins.kda_prefill_coalescing import SPLIT_MAMBA, SPLIT_TARGET, config_check, patches
 from vllm_kda_prefill.planning import Layout
 from vllm_kda_prefill.planning_platform import PlanningPlatform
 
@@ -201,7 +201,7 @@ def test_copies_of_an_accepted_configuration_are_not_checked_again(monkeypatch):
     """A drafter may have a cache dtype that the engine could not be served with; what was refused stays refused."""
     monkeypatch.setattr(VllmConfig, "try_verify_and_update_config", VllmConfig.try_verify_and_update_config)
     config = copy.deepcopy(Layout(dcp=1, mtp=3).vllm_config())
-    seams._rebind_config_update()
+    patches._rebind_config_update()
     assert config.model_config.config_updated
     assert not config.scheduler_config.scheduler_cls
     config.cache_config.mamba_ssm_cache_dtype = "bfloat16"

@@ -100,7 +100,7 @@ def test_the_gate_file_imports_nothing_but_the_standard_library():
     assert run(code) == []
 
 
-def test_gate_on_binds_every_seam_once():
+def test_gate_on_binds_every_patch_once():
     code = (
         textwrap.dedent(ENGINE_CONFIG.split("from vllm.config", maxsplit=1)[0])
         + textwrap.dedent("""

@@ -52,7 +52,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def hook(monkeypatch):
-    """The seam, taken out again after a test."""
+    """The patch, taken out again after a test."""
     monkeypatch.setattr(Platform, "_align_hybrid_block_size", Platform.__dict__["_align_hybrid_block_size"])
     for name in (GATE, SPLIT_TARGET, SPLIT_MAMBA):
         monkeypatch.delenv(name, raising=False)

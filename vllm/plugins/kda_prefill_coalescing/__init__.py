@@ -26,6 +26,6 @@ def register() -> None:
     """Entry point of the `vllm.general_plugins` group; may run any number of times."""
     coalescing = is_on(os.environ.get(GATE))
     if coalescing or os.environ.get(SPLIT_TARGET) or os.environ.get(SPLIT_MAMBA):
-        from vllm.plugins.kda_prefill_coalescing.seams import bind
+        from vllm.plugins.kda_prefill_coalescing.patches import bind
 
         bind(coalescing)

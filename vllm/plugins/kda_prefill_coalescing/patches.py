@@ -2,42 +2,27 @@
 """Every place where this fork meets stock vLLM, in one table.
 
 A row says where, why, and what change upstream would let it go. Rows that override or rely on the inside of an
-upstream function also name that source with its SHA-256: if an installed vLLM differs there, nobody has checked
-that the override still means the same, and the engine does not start.
+upstream function also name that source with its digest (`upstream_sources`). If an installed vLLM differs there,
+nobody has checked that the override still means the same, and the engine does not start.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
-import hashlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import vllm
-from vllm.plugins.kda_prefill_coalescing import (
-    GATE,
-    SPLIT_MAMBA,
-    SPLIT_TARGET,
-    config_check,
-    settings,
-    split_layout,
-)
+from vllm.plugins.kda_prefill_coalescing import config_check, settings, split_layout
+from vllm.plugins.kda_prefill_coalescing.upstream_sources import check_upstream
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-VLLM_VERSION = "0.33.0"
-VARIABLES = f"{GATE}, {SPLIT_TARGET} and {SPLIT_MAMBA}"
-DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
 
 @dataclass(frozen=True)
-class Seam:
+class Patch:
     """One row of the table.
 
     Attributes:
@@ -101,8 +86,8 @@ def _rebind_stat_loggers() -> None:
         client.load_stat_logger_plugin_factories = load_factories  # type: ignore[attr-defined]
 
 
-SEAMS = (
-    Seam(
+PATCHES = (
+    Patch(
         name="settings",
         how="registry: vllm.envs.environment_variables",
         why="the fork's variables are read like vLLM's own",
@@ -110,7 +95,7 @@ SEAMS = (
         bind=settings.register,
         always=True,
     ),
-    Seam(
+    Patch(
         name="split layout",
         how="rebinds Platform._align_hybrid_block_size, calling it where the settings do not apply",
         why="attention and recurrent pages keep their own size; with the gate on, final pages that are too coarse "
@@ -123,7 +108,7 @@ SEAMS = (
         bind=split_layout.rebind,
         always=True,
     ),
-    Seam(
+    Patch(
         name="config check",
         how="rebinds VllmConfig.try_verify_and_update_config, calling it first",
         why="refuses what cannot coalesce before weights load, and names scheduler and worker for what can; "
@@ -132,7 +117,7 @@ SEAMS = (
         upstream={"vllm.config.vllm:VllmConfig.try_verify_and_update_config": "a3cf210dbc5dbd3c"},
         bind=_rebind_config_update,
     ),
-    Seam(
+    Patch(
         name="scheduler",
         how="hook: SchedulerConfig.scheduler_cls; subclass of Scheduler and AsyncScheduler",
         why="proposes the span without stops for states, binds plans when the step is final, withdraws a preempted "
@@ -147,7 +132,7 @@ SEAMS = (
             "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule": "138d47daea23cdfd",
         },
     ),
-    Seam(
+    Patch(
         name="KV cache manager",
         how="the scheduler's own KVCacheManager takes on a subclass after it is built",
         why="grants exports their pages, and makes a request wait that would copy an unwritten attention block",
@@ -159,7 +144,7 @@ SEAMS = (
             "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": "aebe22ab01bf5786",
         },
     ),
-    Seam(
+    Patch(
         name="free list",
         how="the block pool's free queue is replaced before the first request",
         why="second-class states are evicted before first-class entries",
@@ -169,7 +154,7 @@ SEAMS = (
             "vllm.v1.core.block_pool:BlockPool": "c176c238dbe9a621",
         },
     ),
-    Seam(
+    Patch(
         name="models",
         how="registry: ModelRegistry.register_model",
         why="KDA layers export every planned state; their weights and cache specs stay stock's",
@@ -177,7 +162,7 @@ SEAMS = (
         upstream={"vllm.models.glm5next.common.kda:Glm5NextLinearAttention": "4164dd69ce7117d1"},
         bind=_register_models,
     ),
-    Seam(
+    Patch(
         name="metadata builder",
         how="hook: MambaBase.get_attn_backend; subclass of GDNAttentionMetadataBuilder",
         why="gives [rows, 4] offsets and pages from plans instead of deriving one checkpoint from lengths",
@@ -188,7 +173,7 @@ SEAMS = (
             "vllm.model_executor.layers.mamba.checkpoint:MambaPrefillCheckpointMetadata": "aab5af6ce52d1d46",
         },
     ),
-    Seam(
+    Patch(
         name="model state",
         how="hook: model.get_model_state_cls; subclass of MambaHybridModelState",
         why="maps plans to packed rows and raises where a row differs from its plan",
@@ -197,14 +182,14 @@ SEAMS = (
             "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState.prepare_attn": "b0e46b5563d5bb63"
         },
     ),
-    Seam(
+    Patch(
         name="worker",
         how="hook: ParallelConfig.worker_cls; subclass of Worker",
         why="hands a step's plans to the model state, which the model runner passes no scheduler output",
         goes_when="the model runner passes the scheduler output to its model state",
         upstream={"vllm.v1.worker.gpu_worker:Worker.execute_model": "782126ba48e7e116"},
     ),
-    Seam(
+    Patch(
         name="metrics",
         how="rebinds load_stat_logger_plugin_factories, calling it first",
         why="the planner's counters appear in /metrics; an entry point of the plugin group would be loaded with "
@@ -215,67 +200,18 @@ SEAMS = (
     ),
 )
 
-
-@functools.cache
-def _module_source(module: str) -> tuple[list[str], ast.Module]:
-    """Lines and syntax tree of an installed vLLM module, without importing it: plugins load before most do."""
-    path = Path(vllm.__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    text = path.read_text(encoding="utf-8")
-    return text.splitlines(keepends=True), ast.parse(text)
-
-
-def source_digest(target: str) -> str:
-    """First 16 digits of the SHA-256 of the source of `module:qualified name`; `missing` where there is none."""
-    module, _, qualified_name = target.partition(":")
-    try:
-        lines, node = _module_source(module)
-    except OSError:
-        return "missing"
-    scope: ast.AST = node
-    for part in qualified_name.split("."):
-        found = [n for n in ast.iter_child_nodes(scope) if isinstance(n, DEFINITIONS) and n.name == part]
-        if not found:
-            return "missing"
-        scope = found[0]
-    assert isinstance(scope, DEFINITIONS)
-    assert scope.end_lineno is not None
-    first = min([scope.lineno, *(decorator.lineno for decorator in scope.decorator_list)])
-    return hashlib.sha256("".join(lines[first - 1 : scope.end_lineno]).encode()).hexdigest()[:16]
-
-
-def changed_sources() -> list[str]:
-    """Upstream sources that differ from what the seams were written against, as `module:qualified name`."""
-    return [target for seam in SEAMS for target, digest in seam.upstream.items() if source_digest(target) != digest]
-
-
-def check_upstream() -> None:
-    """Refuse a vLLM that the seams were not written against.
-
-    Raises:
-        RuntimeError: Another version, or a changed source at a seam.
-    """
-    installed = version("vllm").partition("+")[0]
-    if installed != VLLM_VERSION:
-        raise RuntimeError(
-            f"this fork needs vLLM {VLLM_VERSION}, found {installed}: install vllm=={VLLM_VERSION}, "
-            f"or unset {VARIABLES}"
-        )
-    changed = changed_sources()
-    if changed:
-        raise RuntimeError(
-            f"this vLLM {installed} is not the one this fork was written against; changed: {', '.join(changed)}. "
-            f"Install the stock wheel of vllm=={VLLM_VERSION}, or unset {VARIABLES}"
-        )
+UPSTREAM = tuple((target, digest) for patch in PATCHES for target, digest in patch.upstream.items())
+"""Every upstream source behind the patches, with its digest."""
 
 
 @functools.cache
 def bind(coalescing: bool = True) -> None:
-    """Check the installed vLLM and put the seams in place, once a process.
+    """Check the installed vLLM and put the patches in place, once a process.
 
     Args:
         coalescing: Whether the gate is on; with the gate off, only the rows that need no gate are bound.
     """
-    check_upstream()
-    for seam in SEAMS:
-        if seam.bind is not None and (coalescing or seam.always):
-            seam.bind()
+    check_upstream(UPSTREAM)
+    for patch in PATCHES:
+        if patch.bind is not None and (coalescing or patch.always):
+            patch.bind()

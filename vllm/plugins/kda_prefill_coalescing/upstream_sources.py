@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the installed vLLM is the one that the patches were written against."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+
+import vllm
+from vllm.plugins.kda_prefill_coalescing import GATE, SPLIT_MAMBA, SPLIT_TARGET
+
+VLLM_VERSION = "0.33.0"
+VARIABLES = f"{GATE}, {SPLIT_TARGET} and {SPLIT_MAMBA}"
+DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@functools.cache
+def _module_source(module: str) -> tuple[list[str], ast.Module]:
+    """Lines and syntax tree of an installed vLLM module, without importing it: plugins load before most do."""
+    path = Path(vllm.__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    text = path.read_text(encoding="utf-8")
+    return text.splitlines(keepends=True), ast.parse(text)
+
+
+def source_digest(target: str) -> str:
+    """First 16 digits of the SHA-256 of the source of `module:qualified name`; `missing` where there is none."""
+    module, _, qualified_name = target.partition(":")
+    try:
+        lines, node = _module_source(module)
+    except OSError:
+        return "missing"
+    scope: ast.AST = node
+    for part in qualified_name.split("."):
+        found = [n for n in ast.iter_child_nodes(scope) if isinstance(n, DEFINITIONS) and n.name == part]
+        if not found:
+            return "missing"
+        scope = found[0]
+    assert isinstance(scope, DEFINITIONS)
+    assert scope.end_lineno is not None
+    first = min([scope.lineno, *(decorator.lineno for decorator in scope.decorator_list)])
+    return hashlib.sha256("".join(lines[first - 1 : scope.end_lineno]).encode()).hexdigest()[:16]
+
+
+def changed_sources(digests: Iterable[tuple[str, str]]) -> list[str]:
+    """The upstream sources that differ from what the patches were written against.
+
+    Args:
+        digests: `module:qualified name` of each source, and the digest that `source_digest` gave then.
+    """
+    return list(dict.fromkeys(target for target, digest in digests if source_digest(target) != digest))
+
+
+def check_upstream(digests: Iterable[tuple[str, str]]) -> None:
+    """Refuse a vLLM that the patches were not written against.
+
+    Args:
+        digests: As in `changed_sources`.
+
+    Raises:
+        RuntimeError: Another version, or a changed source behind a patch.
+    """
+    installed = version("vllm").partition("+")[0]
+    if installed != VLLM_VERSION:
+        raise RuntimeError(
+            f"this fork needs vLLM {VLLM_VERSION}, found {installed}: install vllm=={VLLM_VERSION}, "
+            f"or unset {VARIABLES}"
+        )
+    changed = changed_sources(digests)
+    if changed:
+        raise RuntimeError(
+            f"this vLLM {installed} is not the one this fork was written against; changed: {', '.join(changed)}. "
+            f"Install the stock wheel of vllm=={VLLM_VERSION}, or unset {VARIABLES}"
+        )
