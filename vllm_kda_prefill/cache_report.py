@@ -21,8 +21,8 @@ from vllm.config import (
 from vllm.platforms import current_platform
 from vllm.plugins.kda_prefill_coalescing.split_layout import kernel_unit
 from vllm.v1.core.hybrid_cache_layout import CacheGroup, CacheLayout, measure, page_sizes
-from vllm.v1.core.recurrent_prefill_checkpoint import Retention
 from vllm.v1.core.split_layout_planning import PageSizes, candidates
+from vllm.v1.core.state_retention import Retention
 
 LENGTHS = (8192, 32768, 131072)
 """Request lengths, and prompt lengths of a ladder, that a report is about."""
@@ -159,7 +159,7 @@ class CacheReport:
 
 def ladder(layout: CacheLayout, prompt: int) -> list[int]:
     """States that policy `ladder` retains of a prompt."""
-    return list(Retention(layout.grid).rungs(prompt))
+    return list(Retention(layout.grid).checkpoint_positions(prompt))
 
 
 def make_report(shape: EngineShape, memory: int, sizes: PageSizes | None = None) -> CacheReport:

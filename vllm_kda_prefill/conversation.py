@@ -20,7 +20,7 @@ from torch import Tensor
 # The platform first: see there.
 import vllm_kda_prefill.planning_platform  # noqa: F401  # isort: skip
 
-from vllm.v1.core.recurrent_prefill_checkpoint import Policy
+from vllm.v1.core.state_retention import Policy
 from vllm_kda_prefill.planning import Arm, Engine, Layout
 from vllm_kda_prefill.spans import QuerySpan, query_span, retained_states
 from vllm_kda_prefill.toymodel.model import ModelSizes, ToyModel

@@ -10,8 +10,8 @@ from typing import Any
 # The platform first: see there.
 import vllm_kda_prefill.planning_platform  # noqa: F401  # isort: skip
 
-from vllm.v1.core.recurrent_prefill_checkpoint import LookupGrid, Policy
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.state_retention import LookupGrid, Policy
 from vllm.v1.request import Request
 from vllm_kda_prefill.planning import Arm, Engine, Layout
 from vllm_kda_prefill.spans import QuerySpan, mamba_managers, query_span, retained_states
@@ -105,7 +105,7 @@ def make_report(layout: Layout, policy: Policy, prompt: int, cached: int = 0) ->
         prompt=prompt,
         cached=cached,
         policy=policy,
-        physical=grid.page,
+        physical=grid.mamba_block,
         lookup=grid.hit_alignment,
         scheduler=grid.scheduler_block,
         coalesced=coalesced,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import vllm_kda_prefill.planning_platform  # noqa: F401  # isort: skip
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE
+from vllm.v1.core.prefill_plan import PLANS_ATTRIBUTE
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.request import Request

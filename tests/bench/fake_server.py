@@ -60,7 +60,7 @@ class FakeEngine:
         if self.coalesces and self.fault != "idle gate":
             self.count("vllm:kda_prefill_spans_coalesced_total", 1)
             self.count("vllm:kda_prefill_states_exported_total", len(positions))
-            print("INFO KDA prefill plan: request a, query [0, 1), checkpoints (), pages {}", flush=True)
+            print("INFO KDA prefill plan: request a, query [0, 1), checkpoints (), blocks {}", flush=True)
         return 512 if self.fault == "warm" else max(hits, default=0)
 
     async def stream(self, body: dict[str, Any]) -> AsyncIterator[str]:

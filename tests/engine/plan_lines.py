@@ -10,7 +10,7 @@ Plan = tuple[str, int, int, list[int], dict[int, tuple[int, ...]]]
 """Request, query span, checkpoint positions, and the pages of each group."""
 
 QUERY = r"query \[(\d+), (\d+)\)"
-PLANNED = re.compile(rf"KDA prefill plan: request (\S+), {QUERY}, checkpoints (\[.*?\]), pages (\{{.*\}})")
+PLANNED = re.compile(rf"KDA prefill plan: request (\S+), {QUERY}, checkpoints (\[.*?\]), blocks (\{{.*\}})")
 EXPORTED = re.compile(
     rf"\((Worker\S*) .*KDA prefill rows: request (\S+) in row 0, {QUERY}, offsets (\[.*?\]), pages (\{{.*\}})"
 )

@@ -26,11 +26,11 @@ from tests.traffic.suite import EXAMPLES, run
 from tests.traffic.world import Setting, World
 from vllm.v1.attention.backends.gdn_checkpoint import GroupRows
 from vllm.v1.core.coalescing_kv_cache_manager import CoalescingKVCacheManager
-from vllm.v1.core.recurrent_prefill_checkpoint import Retention, WantedState
+from vllm.v1.core.prefill_plan import PlanMismatchError
 from vllm.v1.core.sched.coalescing_scheduler import CoalescingSchedulerMixin
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.state_retention import Retention, WantedState
 from vllm.v1.core.tiered_free_queue import TieredFreeQueue
-from vllm.v1.worker.prefill_plan_rows import PlanMismatchError
 from vllm_kda_prefill.planning import Layout
 from vllm_kda_prefill.toymodel.migration import Migration
 from vllm_kda_prefill.toymodel.pages import Pages
@@ -66,8 +66,8 @@ def replan(change: Callable[[Any], Any]) -> Plant:
 
 
 def first_only(plan: Any) -> Any:
-    pages = {group: own[:1] for group, own in plan.pages.items()}
-    return dataclasses.replace(plan, positions=plan.positions[:1], pages=pages)
+    pages = {group: own[:1] for group, own in plan.block_ids.items()}
+    return dataclasses.replace(plan, positions=plan.positions[:1], block_ids=pages)
 
 
 def earlier(plan: Any) -> Any:
@@ -185,7 +185,7 @@ def padded(original: Any, scheduler: Any, request: Any, num_new_tokens: int, *ar
 
 def past_its_page(original: Any, scheduler: Any, request: Any, tokens: int, hit: int = 0, external: int = 0) -> int:
     """A chunk that starts inside a page ends where stock's does."""
-    if (request.num_computed_tokens + hit + external) % scheduler.retention.grid.page:
+    if (request.num_computed_tokens + hit + external) % scheduler.retention.grid.mamba_block:
         return Scheduler._mamba_block_aligned_split(scheduler, request, tokens, hit, external)
     return original(scheduler, request, tokens, hit, external)
 
@@ -198,7 +198,7 @@ def free_twice(original: Any, scheduler: Any, blocks: Any, fence: int) -> None:
 def next_name(original: Any, manager: Any, request: Any, mamba: Any, block: Any, state: WantedState) -> None:
     """A state under the name of the boundary before."""
     position = max(state.position - mamba.block_size, mamba.block_size)
-    original(manager, request, mamba, block, WantedState(position, state.first_class))
+    original(manager, request, mamba, block, WantedState(position, state.protected))
 
 
 def too_early(original: Any, migration: Any, request: Any, count: int) -> None:
@@ -218,7 +218,7 @@ MUTANTS: dict[str, Plant] = {
     "deeper states of a plan not written": replan(first_only),
     "states exported one chunk early": replan(earlier),
     "pages of a plan in reverse order": replan(
-        lambda plan: dataclasses.replace(plan, pages={g: own[::-1] for g, own in plan.pages.items()})
+        lambda plan: dataclasses.replace(plan, block_ids={g: own[::-1] for g, own in plan.block_ids.items()})
     ),
     "plan bound to another span": replan(lambda plan: dataclasses.replace(plan, end=plan.end + 1)),
     "stale plan in the next step": around(CoalescingSchedulerMixin, "_update_after_schedule", stale),
@@ -245,7 +245,7 @@ MUTANTS: dict[str, Plant] = {
         CoalescingSchedulerMixin, "_mamba_block_aligned_split", past_its_page
     ),
     "shared-prefix junction forgotten": around(Retention, "junction", lambda *args: 0),
-    "rungs of the ladder forgotten": around(Retention, "rungs", lambda *args: ()),
+    "rungs of the ladder forgotten": around(Retention, "checkpoint_positions", lambda *args: ()),
 }
 
 

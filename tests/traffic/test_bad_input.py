@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.traffic.world import Setting, World
-from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE, BoundPlan
-from vllm.v1.worker.prefill_plan_rows import WAY_OUT, PlanMismatchError, plans_of
+from vllm.v1.core.prefill_plan import HINT, PLANS_ATTRIBUTE, PlanMismatchError, PrefillPlan, plans_of
 from vllm_kda_prefill.planning import Layout
 from vllm_kda_prefill.toymodel.worker import ToyWorker
 
@@ -47,18 +46,18 @@ class Step:
 
     def edit(self, **changes: Any) -> None:
         """Change the first request's plan past its own checks, as what arrives from another process does."""
-        plan = object.__new__(BoundPlan)
+        plan = object.__new__(PrefillPlan)
         plan.__dict__.update(vars(self.plans[self.first]) | changes)
         self.plans[self.first] = pickle.loads(pickle.dumps(plan))
 
     def replace_page(self, page: Any) -> None:
         """Give the first request's shallowest state another page."""
-        self.edit(pages={group: (page, *pages[1:]) for group, pages in self.plans[self.first].pages.items()})
+        self.edit(block_ids={group: (page, *pages[1:]) for group, pages in self.plans[self.first].block_ids.items()})
 
     def refuse(self, match: str) -> None:
         with pytest.raises(PlanMismatchError, match=match) as refusal:
             self.worker.execute(self.output)
-        assert str(refusal.value).endswith(WAY_OUT)
+        assert str(refusal.value).endswith(HINT)
         assert "\n" not in str(refusal.value)
         assert memory(self.worker) == self.before
 
@@ -93,7 +92,7 @@ def test_a_longer_span(step):
 
 
 def test_a_later_span(step):
-    step.edit(start=32, end=232, positions=(128, 160), pages={1: step.plans[step.first].pages[1][:2]})
+    step.edit(start=32, end=232, positions=(128, 160), block_ids={1: step.plans[step.first].block_ids[1][:2]})
     step.refuse(rf"request {step.first} for \[32, 232\) .*computes \[0, 200\) in 200 packed tokens")
 
 
@@ -106,11 +105,11 @@ def test_page_past_the_cache(step, page):
 @pytest.mark.parametrize("page", [0, -1, True, 7.0, np.int64(7), "7", None, [7]])
 def test_page_that_is_no_page_number(step, page):
     step.replace_page(page)
-    step.refuse(rf"request {step.first}: KV cache group 1: page .*{str(page).strip('[]')}.* is not a page of its own")
+    step.refuse(rf"request {step.first}: KV cache group 1: block .*{str(page).strip('[]')}.* is not a block of its own")
 
 
 def test_page_of_another_plan(step):
-    page = step.plans[step.second].pages[1][0]
+    page = step.plans[step.second].block_ids[1][0]
     step.replace_page(page)
     step.refuse(f"page {page} is request {step.first}'s destination too")
 
@@ -120,16 +119,16 @@ def test_page_of_another_plan(step):
     [
         ({7: (40, 41)}, r"pages for KV cache groups \[7\], the worker has \[1\]"),
         ({1: (40, 41), 2: (42, 43)}, r"pages for KV cache groups \[1, 2\], the worker has \[1\]"),
-        ({"1": (40, 41)}, r"KV cache groups to tuples of pages, got '1': \(40, 41\)"),
-        ({1: [40, 41]}, r"KV cache groups to tuples of pages, got 1: \[40, 41\]"),
-        ({1: None}, "KV cache groups to tuples of pages, got 1: None"),
-        ({1: (40,)}, "group 1 has 1 pages for 2 checkpoint positions"),
+        ({"1": (40, 41)}, r"KV cache groups to tuples of block ids, got '1': \(40, 41\)"),
+        ({1: [40, 41]}, r"KV cache groups to tuples of block ids, got 1: \[40, 41\]"),
+        ({1: None}, "KV cache groups to tuples of block ids, got 1: None"),
+        ({1: (40,)}, "group 1 has 1 blocks for 2 checkpoint positions"),
         ({}, "at least one KV cache group, got {}"),
         (None, "at least one KV cache group, got None"),
     ],
 )
 def test_pages_that_are_no_pages_of_the_workers_groups(step, pages, match):
-    step.edit(positions=(128, 160), pages=pages)
+    step.edit(positions=(128, 160), block_ids=pages)
     step.refuse(rf"request {step.first}.*{match}")
 
 
@@ -162,10 +161,10 @@ def test_page_that_the_step_reads(step):
     ],
 )
 def test_positions_that_no_plan_takes(step, positions, match):
-    step.edit(positions=positions, pages={1: (40, 41)})
+    step.edit(positions=positions, block_ids={1: (40, 41)})
     step.refuse(rf"request {step.first}: .*{match}")
     with pytest.raises(ValueError, match=match):
-        BoundPlan(0, 200, positions, {1: (40, 41)})
+        PrefillPlan(0, 200, positions, {1: (40, 41)})
 
 
 @pytest.mark.parametrize(("start", "end"), [("0", 200), (0, 200.0), (None, 200), (False, 200), (-16, 184), (200, 0)])
@@ -177,7 +176,7 @@ def test_spans_that_no_plan_takes(step, start, end):
 @pytest.mark.parametrize("plan", [None, {}, (0, 200, (128,)), "plan"])
 def test_something_else_than_a_plan(step, plan):
     step.plans[step.first] = plan
-    step.refuse(f"request {step.first} is .*, not a BoundPlan")
+    step.refuse(f"request {step.first} is .*, not a PrefillPlan")
 
 
 def test_something_else_than_plans(step):

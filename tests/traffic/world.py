@@ -19,8 +19,9 @@ from tests.traffic.invariants import (
     check_tables,
 )
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE, Policy
+from vllm.v1.core.prefill_plan import PLANS_ATTRIBUTE
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.state_retention import Policy
 from vllm.v1.request import Request, RequestStatus
 from vllm_kda_prefill.conversation import TOLERANCE, relative_difference
 from vllm_kda_prefill.planning import Arm, Engine, Layout

@@ -17,7 +17,7 @@ from vllm_kda_prefill.bench.workloads import Conversations
 from vllm_kda_prefill.planning import Arm, Engine, Layout  # isort: skip
 
 from vllm.v1.core.kv_cache_utils import get_group_id
-from vllm.v1.core.recurrent_prefill_checkpoint import Policy
+from vllm.v1.core.state_retention import Policy
 from vllm_kda_prefill.plan_report import bytes_per_state
 from vllm_kda_prefill.spans import mamba_managers
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from vllm.v1.core.coalescing_kv_cache_manager import lookup_grid
-from vllm.v1.core.recurrent_prefill_checkpoint import Retention
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.state_retention import Retention
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
@@ -40,7 +40,7 @@ class StoppingMixin(Scheduler):
         hits = (num_new_local_computed_tokens, num_external_computed_tokens)
         start = request.num_computed_tokens + sum(hits)
         if start < request.num_prompt_tokens:
-            rungs = self._retention.rungs(request.num_prompt_tokens)
+            rungs = self._retention.checkpoint_positions(request.num_prompt_tokens)
             stops = rungs if self.ends_at_tail else rungs[:-1]
             nearest = min((stop for stop in stops if stop > start), default=start + num_new_tokens)
             num_new_tokens = min(num_new_tokens, nearest - start)

@@ -13,10 +13,10 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.gdn_checkpoint import CheckpointedGDNMetadataBuilder, GroupRows
-from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE, BoundPlan
+from vllm.v1.core.prefill_plan import PLANS_ATTRIBUTE, PrefillPlan, plans_of
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
-from vllm.v1.worker.prefill_plan_rows import CheckpointRows, bind_rows, plans_of
+from vllm.v1.worker.prefill_plan_rows import CheckpointRows, bind_rows
 from vllm_kda_prefill.toymodel.batch import Batch
 from vllm_kda_prefill.toymodel.fingerprints import EMPTY, Fingerprints, extend, spoiled
 from vllm_kda_prefill.toymodel.kda import CHUNK, WINDOW, KDAInputs, KDALayer
@@ -142,7 +142,7 @@ class ToyWorker:
 
     # Metadata.
 
-    def _bind(self, plans: Mapping[str, BoundPlan] | None, batch: Batch) -> CheckpointRows | None:
+    def _bind(self, plans: Mapping[str, PrefillPlan] | None, batch: Batch) -> CheckpointRows | None:
         """Bind the step's plans to the builders, or stock's rule for None."""
         if plans is None:
             for builder in self.builders.values():

@@ -8,13 +8,13 @@ import torch
 
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.gdn_checkpoint import CheckpointedGDNMetadataBuilder, GroupRows
-from vllm.v1.core.recurrent_prefill_checkpoint import BoundPlan
-from vllm.v1.worker.prefill_plan_rows import PlanMismatchError, bind_rows
+from vllm.v1.core.prefill_plan import PlanMismatchError, PrefillPlan
+from vllm.v1.worker.prefill_plan_rows import bind_rows
 from vllm_kda_prefill.planning import Layout
 
 PAGES = 1000
-LONG = BoundPlan(0, 8192, (4096, 6144, 7168, 7680), {1: (900, 901, 902, 903), 2: (910, 911, 912, 913)})
-SHORT = BoundPlan(1024, 2048, (1536,), {1: (920,), 2: (921,)})
+LONG = PrefillPlan(0, 8192, (4096, 6144, 7168, 7680), {1: (900, 901, 902, 903), 2: (910, 911, 912, 913)})
+SHORT = PrefillPlan(1024, 2048, (1536,), {1: (920,), 2: (921,)})
 
 
 @pytest.fixture(scope="module", params=[0, 3], ids=["no-mtp", "mtp3"])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
-from vllm.v1.core.recurrent_prefill_checkpoint import BoundPlan
+from vllm.v1.core.prefill_plan import PrefillPlan
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
@@ -84,7 +84,7 @@ class ShadowWorker:
         self.expected: dict[bytes, tuple[int, str]] = {}
         self._reference: dict[str, Row] = {}
         self._known_hashes: dict[str, int] = {}
-        self.plans: list[tuple[str, BoundPlan]] = []
+        self.plans: list[tuple[str, PrefillPlan]] = []
         self.plans_are_sent = False
         self.steps = 0
         self.aliased_copies = 0
@@ -140,7 +140,7 @@ class ShadowWorker:
             self.rows.pop(request_id, None)
         self._admit(output)
         touched = self._copy(output)
-        plans: dict[str, BoundPlan] = getattr(output, "kda_prefill_plans", {})
+        plans: dict[str, PrefillPlan] = getattr(output, "kda_prefill_plans", {})
         self.plans_are_sent = hasattr(output, "kda_prefill_plans")
         unknown = plans.keys() - output.num_scheduled_tokens.keys()
         if unknown:
@@ -159,7 +159,7 @@ class ShadowWorker:
         for page, reader in read.items():
             if not written.get(page, reader).startswith(reader):
                 raise Fault(f"page {page}: {reader} reads the state that {written[page]} overwrites in this step")
-        self.aliased_copies += len(touched & {p for plan in plans.values() for g in plan.pages.values() for p in g})
+        self.aliased_copies += len(touched & {p for plan in plans.values() for g in plan.block_ids.values() for p in g})
         for request_id, plan in plans.items():
             self.plans.append((request_id, plan))
         return Answer(output, sampled)
@@ -225,7 +225,7 @@ class ShadowWorker:
                     )
 
     def _run(
-        self, request_id: str, num_tokens: int, drafts: int, plan: BoundPlan | None, written: dict[int, str]
+        self, request_id: str, num_tokens: int, drafts: int, plan: PrefillPlan | None, written: dict[int, str]
     ) -> list[int]:
         row, request = self.rows[request_id], self.requests[request_id]
         start, prefill = row.computed, self._is_prefill(request_id, row)
@@ -277,13 +277,13 @@ class ShadowWorker:
             self.state[table[boundary // size - 1]] = row.label(boundary)
 
     def _export(
-        self, own: str, row: Row, plan: BoundPlan, start: int, end: int, prefill: bool, write: Callable[[int], None]
+        self, own: str, row: Row, plan: PrefillPlan, start: int, end: int, prefill: bool, write: Callable[[int], None]
     ) -> None:
         if (plan.start, plan.end) != (start, end) or not prefill:
             raise Fault(f"{own} has the plan of [{plan.start}, {plan.end})")
-        if sorted(plan.pages) != self.mamba:
-            raise Fault(f"{own}: pages for groups {sorted(plan.pages)}, Mamba groups are {self.mamba}")
-        for group, pages in plan.pages.items():
+        if sorted(plan.block_ids) != self.mamba:
+            raise Fault(f"{own}: pages for groups {sorted(plan.block_ids)}, Mamba groups are {self.mamba}")
+        for group, pages in plan.block_ids.items():
             running = row.table[group][(end - 1) // self.managers[group].block_size]
             for position, page in zip(plan.positions, pages, strict=True):
                 if page == running:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
-from vllm.v1.core.recurrent_prefill_checkpoint import POLICIES, WantedState
 from vllm.v1.core.second_class_share import Reach, SecondClassShare
+from vllm.v1.core.state_retention import POLICIES, WantedState
 from vllm_kda_prefill.planning import Engine, Layout
 
 PAGE = 16
@@ -44,6 +44,7 @@ class TestReach:
         interval=st.sampled_from([None, 0]),
     )
     @settings(derandomize=True, max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @example(dcp=1, mtp_drop=(0, False), sizes=(PAGE, PAGE), prompt=2 * PAGE, interval=None)
     def test_every_rung_is_what_a_branch_hits(
         self,
         dcp: int,
@@ -63,10 +64,11 @@ class TestReach:
         engine = Engine.build(layout)
         retention = engine.scheduler.retention
         tokens = cached_prompt(engine, prompt)
-        rungs = retention.rungs(prompt)
+        rungs = retention.checkpoint_positions(prompt)
         for rung in rungs:
             proof = retention.grid.hit_alignment if drop else retention.grid.hash_lookahead
-            shared = prompt if rung == rungs[-1] else rung + proof
+            # The prompt's own end may be kept too, and is hit by who shares all of it.
+            shared = max(prompt - 1, rung + proof) if rung == rungs[-1] else rung + proof
             branch = tokens[:shared] + words(3 * max(sizes) * dcp, 50_000)
             assert hit_of(engine, branch) == rung
         if rungs:
@@ -108,7 +110,7 @@ class TestGrant:
         self.fill(engine)
         request = engine.add("a", words(200))
         before = len(manager.block_pool.cached_block_hash_to_block)
-        assert manager.grant(request, [WantedState(96, first_class=False)]) == ({}, [])
+        assert manager.grant(request, [WantedState(96, protected=False)]) == ({}, [])
         assert len(manager.block_pool.cached_block_hash_to_block) == before
 
     def test_a_tail_takes_the_oldest_entry(self) -> None:
@@ -116,7 +118,7 @@ class TestGrant:
         self.fill(engine)
         oldest = manager.free_queue.get_all_free_blocks()[0].block_id
         request = engine.add("a", words(200))
-        granted, blocks = manager.grant(request, [WantedState(192, first_class=True)])
+        granted, blocks = manager.grant(request, [WantedState(192, protected=True)])
         assert granted == {192: {1: oldest}}
         assert [block.ref_cnt for block in blocks] == [1]
 
@@ -136,10 +138,10 @@ class TestGrant:
         request = engine.add("a", words(300))
         lost = [manager.block_pool._get_partial_block_hash(request, position) for position in (96, 240)]
         pages = manager.block_pool.get_new_blocks(manager.block_pool.get_num_free_blocks())
-        assert manager.grant(request, [WantedState(96, first_class=False)]) == ({}, [])
+        assert manager.grant(request, [WantedState(96, protected=False)]) == ({}, [])
         manager.block_pool.free_blocks(pages)
         self.fill(engine)
-        assert manager.grant(request, [WantedState(240, first_class=False)]) == ({}, [])
+        assert manager.grant(request, [WantedState(240, protected=False)]) == ({}, [])
         assert [manager.share.was_second_class(name) for name in lost] == [False, True]
 
     def test_every_group_gets_a_page_or_none(self) -> None:
@@ -160,7 +162,7 @@ class TestGrant:
         pool.evict_blocks({spare.block_id})
         for name, first in (("a", 0), ("b", 1000)):
             request = engine.add(name, words(300, first))
-            granted, blocks = manager.grant(request, [WantedState(272, first_class=False)])
+            granted, blocks = manager.grant(request, [WantedState(272, protected=False)])
             assert granted == {272: {1: spare.block_id}}
             pool.free_blocks(blocks)
 
@@ -180,14 +182,14 @@ class TestGrant:
             engine.add(name, words(128, first))
         plans = engine.scheduler.schedule().kda_prefill_plans
         assert plans.keys() == {"a", "b"}
-        pages = [page for plan in plans.values() for page in plan.pages[1]]
+        pages = [page for plan in plans.values() for page in plan.block_ids[1]]
         assert len(set(pages)) == len(pages)
 
     def test_an_export_holds_no_page_after_the_step(self) -> None:
         engine, manager = self.engine(100)
         engine.add("a", words(256), max_tokens=5)
         output = engine.step()
-        for page in output.kda_prefill_plans["a"].pages[1][:-1]:
+        for page in output.kda_prefill_plans["a"].block_ids[1][:-1]:
             assert manager.block_pool.blocks[page].ref_cnt == 0
             assert manager.block_pool.blocks[page].block_hash is not None
 
@@ -200,7 +202,7 @@ class TestGrant:
         pool.evict_blocks({block.block_id for block in cached if get_group_id(block.block_hash) == 1})
         engine.add("b", tokens[:100] + words(150, 50_000), max_tokens=3)
         plan = engine.step().kda_prefill_plans["b"]
-        (junction,) = (page for position, page in zip(plan.positions, plan.pages[1], strict=True) if position == 96)
+        (junction,) = (page for position, page in zip(plan.positions, plan.block_ids[1], strict=True) if position == 96)
         while engine.scheduler.requests:
             engine.step()
         assert manager.free_queue.get_all_free_blocks()[-1].block_id == junction

@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from vllm.v1.core.prefill_plan import PrefillPlan
 from vllm.v1.core.prefill_plan_stats import Fallback
-from vllm.v1.core.recurrent_prefill_checkpoint import BoundPlan, Policy
+from vllm.v1.core.state_retention import Policy
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm_kda_prefill.planning import Engine, Layout
@@ -133,8 +134,8 @@ class TestSpans:
         request = engine.add("a", words(8192))
         plan = engine.step().kda_prefill_plans["a"]
         assert plan.positions == (4096, 6144, 7168, 7680)
-        assert sorted(plan.pages) == [1, 2, 3]
-        assert len({page for pages in plan.pages.values() for page in pages}) == 12
+        assert sorted(plan.block_ids) == [1, 2, 3]
+        assert len({page for pages in plan.block_ids.values() for page in pages}) == 12
         assert states.retained(engine, request) == [4096, 6144, 7168, 7680]
 
     @pytest.mark.parametrize("interval, more", [(1024, [7168]), (2048, [6144]), (4096, [4096])])
@@ -160,7 +161,7 @@ class TestSpans:
         engine = build(dcp, 3, attention_block=attention, mamba_block=mamba)
         request, spans = prefill(engine, "a", words(8192))
         grid = engine.scheduler.retention.grid
-        assert (grid.page, grid.attention_block) == (mamba, attention * dcp)
+        assert (grid.mamba_block, grid.attention_block) == (mamba, attention * dcp)
         assert [span[:2] for span in spans] == [(0, 8192)]
         kept = states.retained(engine, request)
         assert kept == list(spans[0][2])
@@ -198,7 +199,7 @@ class TestHits:
         request, spans = prefill(engine, "b", words(shared) + words(8192 - shared, 50_000))
         (span,) = spans
         assert span[:2] == (hits[leaves], 8192)
-        rungs = engine.scheduler.retention.rungs(8192)
+        rungs = engine.scheduler.retention.checkpoint_positions(8192)
         assert set(rungs) <= set(states.retained(engine, request))
         stock = Engine.build(Layout(dcp=dcp, mtp=mtp), "stock")
         for name, tokens in (("a", words(8192)), ("b", list(request.prompt_token_ids or ()))):
@@ -287,15 +288,15 @@ class TestOutput:
 
     def test_plans_survive_msgpack(self) -> None:
         plans = self.make_output().kda_prefill_plans
-        decoded = MsgpackDecoder(dict[str, BoundPlan]).decode(MsgpackEncoder().encode(plans))
+        decoded = MsgpackDecoder(dict[str, PrefillPlan]).decode(MsgpackEncoder().encode(plans))
         assert decoded == plans
-        assert isinstance(decoded["a"], BoundPlan)
+        assert isinstance(decoded["a"], PrefillPlan)
         assert isinstance(decoded["a"].positions, tuple)
 
     def test_a_bad_plan_is_refused_on_arrival(self) -> None:
-        encoded = msgspec.msgpack.encode({"start": 0, "end": 512, "positions": (512,), "pages": {1: (5,)}})
+        encoded = msgspec.msgpack.encode({"start": 0, "end": 512, "positions": (512,), "block_ids": {1: (5,)}})
         with pytest.raises(msgspec.ValidationError, match="not inside the query span"):
-            msgspec.msgpack.decode(encoded, type=BoundPlan)
+            msgspec.msgpack.decode(encoded, type=PrefillPlan)
 
     def test_only_exporting_requests_have_a_plan(self) -> None:
         engine = build()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from vllm.v1.core.coalescing_kv_cache_manager import CoalescingKVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.recurrent_prefill_checkpoint import POLICIES, PrefillPlan
+from vllm.v1.core.state_retention import POLICIES
 from vllm.v1.request import RequestStatus
 from vllm_kda_prefill.planning import Engine, Layout
 
@@ -88,7 +88,7 @@ def test_random_traffic_corrupts_nothing(
     run_traffic(worker, layout, asynchronous, seed)
     assert worker.aliased_copies == 0
     for _, plan in worker.plans:
-        PrefillPlan(plan.start, plan.end, plan.positions)
+        plan.check()
 
 
 def free_exports_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def plan_one_chunk_off(patch: pytest.MonkeyPatch) -> None:
 
     def shifted(manager: CoalescingKVCacheManager, request: Any, mamba: Any, block: Any, state: Any) -> None:
         position = max(state.position - manager.grid.hit_alignment, manager.grid.hit_alignment)
-        publish(manager, request, mamba, block, type(state)(position, state.first_class))
+        publish(manager, request, mamba, block, type(state)(position, state.protected))
 
     patch.setattr(CoalescingKVCacheManager, "_publish", shifted)
 

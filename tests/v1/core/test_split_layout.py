@@ -160,7 +160,7 @@ def test_512_token_pages_coalesce_an_8k_prompt_into_one_span(model, split, ranks
     for policy, positions in (("replay", REPLAY), ("ladder", LADDER)):
         built = engine(config, policy)
         grid = built.scheduler.retention.grid  # type: ignore[attr-defined]
-        assert (grid.page, grid.hit_alignment, grid.scheduler_block) == (512, 512, 512 * dcp)
+        assert (grid.mamba_block, grid.hit_alignment, grid.scheduler_block) == (512, 512, 512 * dcp)
         assert measure(config).grid == grid
         built.add("prompt", list(range(8192)))
         span = query_span(built, built.scheduler.schedule(), "prompt")

@@ -2,7 +2,6 @@
 
 import pytest
 
-from vllm.v1.core.recurrent_prefill_checkpoint import LookupGrid, Retention
 from vllm.v1.core.split_layout_planning import (
     PageSizes,
     boundaries_inside,
@@ -12,6 +11,7 @@ from vllm.v1.core.split_layout_planning import (
     nearest_multiples,
     raised_page,
 )
+from vllm.v1.core.state_retention import LookupGrid, Retention
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_given_size_narrows_the_candidates():
 @pytest.mark.parametrize("pair", candidates(128))
 def test_every_candidate_retains_at_least_three_states_of_an_8k_prompt(pair: PageSizes):
     grid = LookupGrid(pair.mamba, pair.target, hit_alignment=pair.target, scheduler_block=pair.mamba)
-    assert len(Retention(grid).rungs(8192)) >= 3
+    assert len(Retention(grid).checkpoint_positions(8192)) >= 3
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,13 @@ mamba_hybrid = pytest.importorskip(
 
 from vllm.plugins.kda_prefill_coalescing import settings  # noqa: E402
 from vllm.v1.attention.backends.gdn_checkpoint import NOTHING, CheckpointedGDNMetadataBuilder  # noqa: E402
-from vllm.v1.core import prefill_plan_log  # noqa: E402
-from vllm.v1.core.recurrent_prefill_checkpoint import BoundPlan  # noqa: E402
+from vllm.v1.core import prefill_plan  # noqa: E402
+from vllm.v1.core.prefill_plan import PlanMismatchError, PrefillPlan  # noqa: E402
 from vllm.v1.worker.gpu.model_states.checkpointed_mamba_hybrid import (  # noqa: E402
     CheckpointedMambaHybridModelState,
 )
-from vllm.v1.worker.prefill_plan_rows import PlanMismatchError  # noqa: E402
 
-PLAN = BoundPlan(0, 1024, (512,), {1: (30,), 2: (31,)})
+PLAN = PrefillPlan(0, 1024, (512,), {1: (30,), 2: (31,)})
 
 
 class Builder(CheckpointedGDNMetadataBuilder):
@@ -43,7 +42,7 @@ class Batches:
         self.groups: list[Any] = [[one] for one in group]
         self.state = CheckpointedMambaHybridModelState.__new__(CheckpointedMambaHybridModelState)
 
-    def prepare(self, plans: dict[str, BoundPlan] | None, groups=None, **options) -> list[Any]:
+    def prepare(self, plans: dict[str, PrefillPlan] | None, groups=None, **options) -> list[Any]:
         """What the builders were bound to while stock built a batch of one request of 1,024 tokens."""
         if plans is not None:
             self.state.set_plans(plans)
@@ -115,7 +114,7 @@ def test_new_builders_are_bound(batches):
 
 
 def test_a_plan_that_does_not_fit_leaves_nothing_bound(batches):
-    wrong = BoundPlan(0, 1536, (512,), PLAN.pages)
+    wrong = PrefillPlan(0, 1536, (512,), PLAN.block_ids)
     with pytest.raises(PlanMismatchError):
         batches.prepare({"a": wrong})
     assert [builder.rows for builder in batches.builders] == [NOTHING, NOTHING]
@@ -126,7 +125,7 @@ def test_a_plan_that_does_not_fit_leaves_nothing_bound(batches):
 def test_what_a_rank_exports_is_logged_up_to_the_limit(batches, monkeypatch, limit, logged):
     lines: list[str] = []
     log = SimpleNamespace(info=lambda message, *values: lines.append(message % values))
-    monkeypatch.setattr(prefill_plan_log, "logger", log)
+    monkeypatch.setattr(prefill_plan, "logger", log)
     monkeypatch.setenv(settings.LOG_LIMIT, str(limit))
     for _ in range(3):
         batches.prepare({"a": PLAN})

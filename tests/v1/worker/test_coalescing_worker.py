@@ -8,15 +8,14 @@ from types import SimpleNamespace  # noqa: E402
 from typing import Any  # noqa: E402
 
 from vllm.models.glm5next.coalesced import CoalescedLinearAttention  # noqa: E402
-from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE, BoundPlan  # noqa: E402
+from vllm.v1.core.prefill_plan import PLANS_ATTRIBUTE, PlanMismatchError, PrefillPlan  # noqa: E402
 from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
 from vllm.v1.worker.coalescing_worker import CoalescingWorker  # noqa: E402
 from vllm.v1.worker.gpu.model_states.checkpointed_mamba_hybrid import (  # noqa: E402
     CheckpointedMambaHybridModelState,
 )
-from vllm.v1.worker.prefill_plan_rows import PlanMismatchError  # noqa: E402
 
-PLAN = BoundPlan(0, 1024, (512,), {1: (30,)})
+PLAN = PrefillPlan(0, 1024, (512,), {1: (30,)})
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE, BoundPlan
+from vllm.v1.core.prefill_plan import PLANS_ATTRIBUTE, PlanMismatchError, PrefillPlan, plans_of
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.worker.prefill_plan_rows import PlanMismatchError, bind_rows, plans_of
+from vllm.v1.worker.prefill_plan_rows import bind_rows
 
 GROUPS = (1, 2)
-PLAN = BoundPlan(512, 8704, (4608, 6656, 7680, 8192), {1: (10, 11, 12, 13), 2: (20, 21, 22, 23)})
-SHORT = BoundPlan(0, 1024, (512,), {1: (30,), 2: (31,)})
+PLAN = PrefillPlan(512, 8704, (4608, 6656, 7680, 8192), {1: (10, 11, 12, 13), 2: (20, 21, 22, 23)})
+SHORT = PrefillPlan(0, 1024, (512,), {1: (30,), 2: (31,)})
 
 
 def bind(plans, **changes):
@@ -75,7 +75,7 @@ def test_a_page_outside_the_cache_is_refused():
 
 
 def test_a_page_of_two_requests_is_refused():
-    aliased = BoundPlan(0, 1024, (512,), {1: (12,), 2: (31,)})
+    aliased = PrefillPlan(0, 1024, (512,), {1: (12,), 2: (31,)})
     with pytest.raises(PlanMismatchError, match="page 12 is request long's destination too"):
         bind({"long": PLAN, "short": aliased})
 
@@ -96,20 +96,20 @@ def test_plans_survive_the_way_to_a_worker_process():
     setattr(output, PLANS_ATTRIBUTE, {"long": PLAN})
     assert plans_of(pickle.loads(pickle.dumps(output))) == {"long": PLAN}
     encoded = msgspec.msgpack.encode({"long": PLAN})
-    assert msgspec.msgpack.decode(encoded, type=dict[str, BoundPlan]) == {"long": PLAN}
+    assert msgspec.msgpack.decode(encoded, type=dict[str, PrefillPlan]) == {"long": PLAN}
 
 
 @pytest.mark.parametrize(
     ("pages", "message"),
     [
         ({}, "at least one KV cache group"),
-        ({1: (10,)}, "1 pages for 4 checkpoint positions"),
-        ({1: (10, 11, 12, 0)}, "page 0 is not a page of its own"),
-        ({1: (10, 11, 12, 10)}, "page 10 is not a page of its own"),
-        ({1: (10, 11, 12, 13), 2: (20, 21, 22, 13)}, "page 13 is not a page of its own"),
-        ({1: (10, 11, 12, 13.0)}, r"page 13\.0 is not a page of its own"),
+        ({1: (10,)}, "1 blocks for 4 checkpoint positions"),
+        ({1: (10, 11, 12, 0)}, "block 0 is not a block of its own"),
+        ({1: (10, 11, 12, 10)}, "block 10 is not a block of its own"),
+        ({1: (10, 11, 12, 13), 2: (20, 21, 22, 13)}, "block 13 is not a block of its own"),
+        ({1: (10, 11, 12, 13.0)}, r"block 13\.0 is not a block of its own"),
     ],
 )
 def test_a_plan_owns_a_page_of_every_group_for_each_position(pages, message):
     with pytest.raises(ValueError, match=message):
-        BoundPlan(512, 8704, (4608, 6656, 7680, 8192), pages)
+        PrefillPlan(512, 8704, (4608, 6656, 7680, 8192), pages)

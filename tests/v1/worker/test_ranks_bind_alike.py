@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.utils.network_utils import get_open_port
-from vllm.v1.worker.prefill_plan_rows import bind_rows, plans_of
+from vllm.v1.core.prefill_plan import plans_of
+from vllm.v1.worker.prefill_plan_rows import bind_rows
 from vllm_kda_prefill.planning import Engine, Layout
 
 LAYOUT = Layout(dcp=4, mtp=3, mamba_groups=2)

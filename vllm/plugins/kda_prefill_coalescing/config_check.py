@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 from vllm.plugins.kda_prefill_coalescing import GATE
 from vllm.plugins.kda_prefill_coalescing.dcp_check import unmet_by_dcp
 from vllm.plugins.kda_prefill_coalescing.layout_check import unmet_by_layout, warn_unless_spans_are_whole
-from vllm.v1.core.recurrent_prefill_checkpoint import CHUNK_TOKENS
+from vllm.v1.core.prefill_plan import CHECKPOINT_ALIGNMENT
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,9 +59,9 @@ def unmet_conditions(vllm_config: VllmConfig) -> Iterator[str]:
             "leave out --mamba-ssm-cache-dtype",
         ),
         (
-            cache.prefix_match_unit is None or cache.prefix_match_unit % CHUNK_TOKENS == 0,
-            f"the prefix match unit is {cache.prefix_match_unit} tokens: pass --prefix-match-unit {CHUNK_TOKENS}, "
-            "a multiple, or leave it out",
+            cache.prefix_match_unit is None or cache.prefix_match_unit % CHECKPOINT_ALIGNMENT == 0,
+            f"the prefix match unit is {cache.prefix_match_unit} tokens: pass --prefix-match-unit "
+            f"{CHECKPOINT_ALIGNMENT}, a multiple, or leave it out",
         ),
         (not envs.VLLM_BATCH_INVARIANT, "batch invariance is on, which KDA does not have: unset VLLM_BATCH_INVARIANT"),
         (vllm_config.use_v2_model_runner, "model runner V1 is in use: set VLLM_USE_V2_MODEL_RUNNER=1"),

@@ -16,7 +16,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.plugins.kda_prefill_coalescing import SPLIT_MAMBA, SPLIT_TARGET
 from vllm.plugins.kda_prefill_coalescing.split_settings import SplitSettings, split_settings
-from vllm.v1.core.recurrent_prefill_checkpoint import MAX_CHECKPOINTS
+from vllm.v1.core.prefill_plan import MAX_CHECKPOINTS
 from vllm.v1.core.split_layout_planning import (
     MLA_UNIT,
     SPAN_TOKENS,

@@ -10,7 +10,7 @@ from typing import Any
 import vllm.envs as envs
 from vllm.plugins.kda_prefill_coalescing import GATE, SPLIT_MAMBA, SPLIT_TARGET, is_on
 from vllm.plugins.kda_prefill_coalescing.split_settings import read_size, split_settings
-from vllm.v1.core.recurrent_prefill_checkpoint import POLICIES
+from vllm.v1.core.state_retention import POLICIES
 
 RETENTION = "VLLM_B12X_KDA_PREFILL_RETENTION"
 LOG_LIMIT = "VLLM_B12X_KDA_PREFILL_COALESCING_LOG_LIMIT"

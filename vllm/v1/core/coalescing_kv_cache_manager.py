@@ -23,9 +23,9 @@ from vllm.v1.core.kv_cache_utils import (
     get_group_id,
     make_block_hash_with_group_id,
 )
-from vllm.v1.core.recurrent_prefill_checkpoint import LookupGrid, WantedState
 from vllm.v1.core.second_class_share import Reach, SecondClassShare, entries
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
+from vllm.v1.core.state_retention import LookupGrid, WantedState
 from vllm.v1.core.tiered_free_queue import Tier, TieredFreeQueue
 from vllm.v1.request import Request
 
@@ -60,10 +60,10 @@ def cacheable_managers(
 def lookup_grid(manager: KVCacheManager) -> LookupGrid:
     """Where lookups of a KV cache can resume."""
     mamba, attention = cacheable_managers(manager)
-    (page,) = {m.block_size for m in mamba}
+    (mamba_block,) = {m.block_size for m in mamba}
     (hit_alignment,) = {m.cache_hit_alignment_tokens for m in mamba}
     return LookupGrid(
-        page=page,
+        mamba_block=mamba_block,
         attention_block=math.lcm(*(m.block_size for m in attention)),
         hit_alignment=hit_alignment,
         scheduler_block=manager.coordinator.scheduler_block_size,
@@ -102,7 +102,9 @@ class CoalescingKVCacheManager(KVCacheManager):
         adopted.free_queue = TieredFreeQueue.install(adopted.block_pool)
         adopted.grid = lookup_grid(adopted)
         adopted._exported = {}
-        adopted.share = SecondClassShare(len(adopted.block_pool.blocks), len(adopted.mamba_managers), adopted.grid.page)
+        adopted.share = SecondClassShare(
+            len(adopted.block_pool.blocks), len(adopted.mamba_managers), adopted.grid.mamba_block
+        )
         adopted._learnt = set()
         adopted.free_queue.on_eviction = adopted._note_evictions
         return adopted
@@ -203,7 +205,7 @@ class CoalescingKVCacheManager(KVCacheManager):
         count = len(self.mamba_managers)
         if count > self.block_pool.get_num_free_blocks():
             return None
-        if state.first_class:
+        if state.protected:
             return self.block_pool.get_new_blocks(count)
         if not self.free_queue.admits(count):
             self.share.note_lost_state(name)
@@ -219,7 +221,7 @@ class CoalescingKVCacheManager(KVCacheManager):
             kv_cache_group_id=manager.kv_cache_group_id,
             block_size=manager.block_size,
         )
-        if not state.first_class:
+        if not state.protected:
             self.free_queue.mark_second_class(block)
 
     # What second-class states are worth.
@@ -255,7 +257,7 @@ class CoalescingKVCacheManager(KVCacheManager):
 
     def _reach(self, request: Request, hit: int) -> Reach:
         """How far a request's prompt could have been reused, had the last entries to go been kept."""
-        page, length = self.grid.page, request.num_prompt_tokens
+        page, length = self.grid.mamba_block, request.num_prompt_tokens
         first_class = all_states = hit
         tail = self.grid.tail(length)
         attention = self._attention_reach(request, hit, tail)

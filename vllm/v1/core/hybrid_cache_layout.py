@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from vllm.v1.core.recurrent_prefill_checkpoint import LookupGrid
 from vllm.v1.core.split_layout_planning import PageSizes
+from vllm.v1.core.state_retention import LookupGrid
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec, iter_layer_specs
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def lookup_grid(
     scheduler_block, hash_block = resolve_kv_cache_block_sizes(config, vllm_config)
     speculative, lookahead = vllm_config.speculative_config, vllm_config.num_hash_lookahead_tokens
     return LookupGrid(
-        page=math.lcm(*(group.block_tokens for group in described if group.kind == "recurrent")),
+        mamba_block=math.lcm(*(group.block_tokens for group in described if group.kind == "recurrent")),
         attention_block=math.lcm(*(group.tokens for group in described if group.kind == "attention")),
         hit_alignment=resolve_cache_hit_alignment_tokens(config, vllm_config, scheduler_block, hash_block),
         scheduler_block=scheduler_block,

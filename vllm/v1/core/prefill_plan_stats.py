@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from vllm.v1.core.prefill_plan_log import PlanLog
-from vllm.v1.core.recurrent_prefill_checkpoint import BoundPlan
+from vllm.v1.core.prefill_plan import PlanLog, PrefillPlan
 
 
 class Fallback(StrEnum):
@@ -66,13 +65,13 @@ class PrefillPlanStats:
         added = {name: count - taken.get(name, 0) for name, count in totals.items() if count != taken.get(name)}
         return added | {name: level for name, level in levels.items() if level != known.get(name)}
 
-    def log_plan(self, request_id: str, plan: BoundPlan) -> None:
+    def log_plan(self, request_id: str, plan: PrefillPlan) -> None:
         """Log one bound plan, as long as the configured number of them is not reached."""
         self._log.line(
-            "KDA prefill plan: request %s, query [%d, %d), checkpoints %s, pages %s",
+            "KDA prefill plan: request %s, query [%d, %d), checkpoints %s, blocks %s",
             request_id,
             plan.start,
             plan.end,
             list(plan.positions),
-            dict(plan.pages),
+            dict(plan.block_ids),
         )

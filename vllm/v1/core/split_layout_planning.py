@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from vllm.v1.core.recurrent_prefill_checkpoint import CHUNK_TOKENS, MAX_CHECKPOINTS
+from vllm.v1.core.prefill_plan import CHECKPOINT_ALIGNMENT, MAX_CHECKPOINTS
 
 SPAN_TOKENS = 8192
 """The query span that coalescing is made for: one step's budget of prompt tokens."""
@@ -18,7 +18,7 @@ SPAN_TOKENS = 8192
 MLA_UNIT = 128
 """MLA decode kernels take blocks in multiples of this; it is a multiple of the KDA chunk too."""
 
-assert MLA_UNIT % CHUNK_TOKENS == 0
+assert MLA_UNIT % CHECKPOINT_ALIGNMENT == 0
 
 
 class PageSizes(NamedTuple):
@@ -78,6 +78,6 @@ def raised_page(state_bytes: int, bytes_per_token: int, unit: int, block_size: i
         unit: Tokens that an attention page must be a multiple of.
         block_size: The page size to start from; a larger one is the step of the raise.
     """
-    step = math.lcm(max(unit, block_size), CHUNK_TOKENS)
+    step = math.lcm(max(unit, block_size), CHECKPOINT_ALIGNMENT)
     raised = step * -(-state_bytes // (step * bytes_per_token))
     return unit * -(-raised // unit)

@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.models.glm5next.coalesced import CoalescedLinearAttention
+from vllm.v1.core.prefill_plan import plans_of
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.model_states.checkpointed_mamba_hybrid import CheckpointedMambaHybridModelState
 from vllm.v1.worker.gpu_worker import Worker
-from vllm.v1.worker.prefill_plan_rows import plans_of
 
 
 class CoalescingWorker(Worker):

@@ -21,9 +21,9 @@ from vllm.v1.attention.backends.gdn_attn import (
     GDNAttentionMetadata,
     GDNAttentionMetadataBuilder,
 )
-from vllm.v1.core.recurrent_prefill_checkpoint import MAX_CHECKPOINTS
+from vllm.v1.core.prefill_plan import MAX_CHECKPOINTS, PlanMismatchError
 from vllm.v1.kv_cache_interface import MambaSpec
-from vllm.v1.worker.prefill_plan_rows import CheckpointRows, Int32Rows, PlanMismatchError
+from vllm.v1.worker.prefill_plan_rows import CheckpointRows, Int32Rows
 
 
 @dataclass(frozen=True)

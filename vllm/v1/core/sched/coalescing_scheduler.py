@@ -18,11 +18,12 @@ from vllm.logger import init_logger
 from vllm.plugins.kda_prefill_coalescing import GATE, SPLIT_TARGET
 from vllm.v1.core.coalescing_kv_cache_manager import CoalescingKVCacheManager, Pages, StepPrefill
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+from vllm.v1.core.prefill_plan import PLANS_ATTRIBUTE, PrefillPlan
 from vllm.v1.core.prefill_plan_stats import Fallback, PrefillPlanStats
-from vllm.v1.core.recurrent_prefill_checkpoint import PLANS_ATTRIBUTE, BoundPlan, Retention
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.state_retention import Retention
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 
@@ -48,22 +49,22 @@ class CoalescingSchedulerMixin(Scheduler):
         self._fallbacks: dict[str, Fallback] = {}
         self._shared_states: dict[BlockHash, int] = {}
         grid = self.retention.grid
-        if grid.hit_alignment > grid.page:
+        if grid.hit_alignment > grid.mamba_block:
             # Stock then exports a prompt's last state into a page that a later boundary belongs to, and with
             # asynchronous scheduling publishes it a second time, as that boundary's (docs/upstream.md).
             raise ValueError(
-                f"recurrent pages of {grid.page} tokens are smaller than the {grid.hit_alignment} tokens that "
-                f"prefix-cache hits are aligned to: set {SPLIT_TARGET} to {grid.page} or a divisor of it, or serve "
-                f"with {GATE}=0"
+                f"recurrent pages of {grid.mamba_block} tokens are smaller than the {grid.hit_alignment} tokens that "
+                f"prefix-cache hits are aligned to: set {SPLIT_TARGET} to {grid.mamba_block} or a divisor of it, or "
+                f"serve with {GATE}=0"
             )
         # Stock ends chunks on multiples of this configuration's block size, its smallest page, and takes it for
         # the Mamba page. Where that is wider, chunks would end inside it and be published as its end.
         self.cache_config = copy.copy(self.cache_config)
-        self.cache_config.block_size = grid.page
+        self.cache_config.block_size = grid.mamba_block
         logger.info(
             "KDA prefill coalescing: pages of %d tokens (lookup %d, scheduler %d, attention block %d), "
             "policy %s, retention interval %s",
-            grid.page,
+            grid.mamba_block,
             grid.hit_alignment,
             grid.scheduler_block,
             grid.attention_block,
@@ -102,11 +103,11 @@ class CoalescingSchedulerMixin(Scheduler):
         stock_tokens = super()._mamba_block_aligned_split(
             request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens
         )
-        inside_page = start % self.retention.grid.page
+        inside_page = start % self.retention.grid.mamba_block
         if inside_page:
             # A prefill that resumes inside a page fills that page first. Stock runs on where it exports the
             # prompt's tail, and then publishes the state it resumed from as the one at the page's end.
-            stock_tokens = min(stock_tokens, self.retention.grid.page - inside_page)
+            stock_tokens = min(stock_tokens, self.retention.grid.mamba_block - inside_page)
         if start >= request.num_prompt_tokens:
             self._fallbacks[request.request_id] = Fallback.REPLAYED_OUTPUT
             return stock_tokens
@@ -130,7 +131,7 @@ class CoalescingSchedulerMixin(Scheduler):
         unit = self.hash_block_size
         prompt, junction = request.num_prompt_tokens, request.shared_prefix_boundary
         for state in self.retention.wanted(prompt, start, end, junction):
-            if state.first_class:
+            if state.protected:
                 self._shared_states[request.block_hashes[state.position // unit - 1]] = state.position
 
     def _waits_for_this_step(self, request: Request, start: int, num_hit_tokens: int) -> bool:
@@ -155,27 +156,27 @@ class CoalescingSchedulerMixin(Scheduler):
     def _has_room(self, request: Request, start: int) -> bool:
         others = itertools.chain(self.running, self.kv_holding_waiting, self.waiting)
         # A chunk may be as short as a page, where others share the step.
-        steps = 1 + math.ceil((request.num_prompt_tokens - start) / self.retention.grid.page)
+        steps = 1 + math.ceil((request.num_prompt_tokens - start) / self.retention.grid.mamba_block)
         decoded = steps * (1 + self.num_spec_tokens) + self.num_lookahead_tokens
         return self.kv_cache_manager.has_room(request, others, self.num_lookahead_tokens, decoded)
 
     def _span_end(self, request: Request, end: int) -> int:
         """Where a query that could run to `end` ends: with the prompt, or on the page grid."""
-        return end if end >= request.num_prompt_tokens else end - end % self.retention.grid.page
+        return end if end >= request.num_prompt_tokens else end - end % self.retention.grid.mamba_block
 
     def _fallback(self, request: Request, start: int, num_external_tokens: int) -> Fallback | None:
         if request.num_output_tokens:
             return Fallback.REPLAYED_OUTPUT
         if num_external_tokens:
             return Fallback.EXTERNAL_LOAD
-        if start % self.retention.grid.page:
+        if start % self.retention.grid.mamba_block:
             return Fallback.UNALIGNED_START
         if any(f.mm_position.offset + f.mm_position.length > start for f in request.mm_features):
             return Fallback.ENCODER_INPUT
         return None
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        plans: dict[str, BoundPlan] = {}
+        plans: dict[str, PrefillPlan] = {}
         granted_blocks: list[KVCacheBlock] = []
         for request_id in self._prefills:
             num_tokens = scheduler_output.num_scheduled_tokens.get(request_id)
@@ -190,7 +191,7 @@ class CoalescingSchedulerMixin(Scheduler):
         setattr(scheduler_output, PLANS_ATTRIBUTE, plans)
         super()._update_after_schedule(scheduler_output)
 
-    def _bind(self, request: Request, num_tokens: int, granted_blocks: list[KVCacheBlock]) -> BoundPlan | None:
+    def _bind(self, request: Request, num_tokens: int, granted_blocks: list[KVCacheBlock]) -> PrefillPlan | None:
         """Bind the exports of one prefill span; publish its end state where that is worth keeping.
 
         The pages that exports took are in use and added to `granted_blocks`, for the caller to free.
@@ -217,8 +218,10 @@ class CoalescingSchedulerMixin(Scheduler):
         if not exports:
             return None
         positions = tuple(sorted(exports))
-        pages = {group: tuple(exports[position][group] for position in positions) for group in exports[positions[0]]}
-        plan = BoundPlan(start, end, positions, pages)
+        block_ids = {
+            group: tuple(exports[position][group] for position in positions) for group in exports[positions[0]]
+        }
+        plan = PrefillPlan(start, end, positions, block_ids)
         self.plan_stats.log_plan(request.request_id, plan)
         return plan
 

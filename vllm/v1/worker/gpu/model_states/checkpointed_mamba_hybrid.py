@@ -11,8 +11,7 @@ import torch
 
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backends.gdn_checkpoint import NOTHING, CheckpointedGDNMetadataBuilder, GroupRows
-from vllm.v1.core.prefill_plan_log import PlanLog
-from vllm.v1.core.recurrent_prefill_checkpoint import BoundPlan
+from vllm.v1.core.prefill_plan import PlanLog, PrefillPlan
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
@@ -23,11 +22,11 @@ from vllm.v1.worker.utils import AttentionGroup
 class CheckpointedMambaHybridModelState(MambaHybridModelState):
     """`MambaHybridModelState` for layers that export up to four states of a query."""
 
-    _plans: Mapping[str, BoundPlan] | None = None
+    _plans: Mapping[str, PrefillPlan] | None = None
     _bound: tuple[list[list[AttentionGroup]], bool] | None = None
     """The attention groups whose builders were last bound, and whether to export nothing or by stock's rule."""
 
-    def set_plans(self, plans: Mapping[str, BoundPlan]) -> None:
+    def set_plans(self, plans: Mapping[str, PrefillPlan]) -> None:
         """Take the plans of the scheduler output that is executed next."""
         self._plans = plans
 
@@ -77,7 +76,7 @@ class CheckpointedMambaHybridModelState(MambaHybridModelState):
         return PlanLog()
 
     def _log_rows(
-        self, plans: Mapping[str, BoundPlan], request_ids: Sequence[str], rows: CheckpointRows | None
+        self, plans: Mapping[str, PrefillPlan], request_ids: Sequence[str], rows: CheckpointRows | None
     ) -> None:
         """Log what this rank exports; all ranks log the same."""
         if rows is None or not self._log.wants:
