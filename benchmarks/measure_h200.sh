@@ -31,14 +31,14 @@ parallel=()
 case $part in
 all)
     seconds=${3:-500}
-    arguments=(--arms "stock,ladder,equal,equal-ends,replay" --suites "cold,branches,branches-room,decode,conversations,growth"
-        --only cold=stock,ladder,equal,equal-ends --only branches=stock,ladder,replay --only branches-room=stock,ladder --only decode=stock,ladder
+    arguments=(--arms "stock,ladder,equal,replay" --suites "cold,branches,branches-room,decode,conversations,growth"
+        --only cold=stock,ladder,equal --only branches=stock,ladder,replay --only branches-room=stock,ladder --only decode=stock,ladder
         --only conversations=stock,ladder,replay --only growth=stock,ladder
         --sizes "8192,2048,16384,32768" --samples 30 --turns 60 --traces 2 --growth-sizes "2048,4096,8192,16384,32768,65536")
     memory=$((4 << 30))
     ;;
 pair)
-    # What a pass or a step costs on the host differs from server to server by more than the bars ask for.
+    # What a pass or a step costs on the host differs from server to server by more than the targets ask for.
     seconds=${3:-500}
     arguments=(--arms "stock,ladder" --servers 2 --suites "branches,branches-room,decode" --sizes 8192 --samples 30)
     memory=$((4 << 30))

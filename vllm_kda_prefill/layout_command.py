@@ -43,7 +43,7 @@ def layout(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's log.")] = False,
 ) -> None:
     """Show how vLLM cuts up the KV cache: pages, padding, tokens, requests, and what retained states cost."""
-    from vllm_kda_prefill.cli import check, quietly
+    from vllm_kda_prefill.console import check, quietly
 
     check("--model", str(model), (model / "config.json").is_file(), "name a folder with a config.json in it")
     check("--dcp", dcp, tp % dcp == 0, f"give a divisor of --tp, {tp}")

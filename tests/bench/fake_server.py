@@ -21,14 +21,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-PAGE = 512
+BLOCK = 512
 GATE = "VLLM_B12X_KDA_PREFILL_COALESCING"
 
 
 def ladder(length: int) -> list[int]:
-    """The rungs of a prompt, on 512-token pages."""
-    end = (length - 1) // PAGE * PAGE + PAGE
-    found, distance = [], PAGE
+    """The checkpoint positions of a prompt, on blocks of 512 tokens."""
+    end = (length - 1) // BLOCK * BLOCK + BLOCK
+    found, distance = [], BLOCK
     while distance < end:
         found.append(end - distance)
         distance *= 2
@@ -40,7 +40,7 @@ class FakeEngine:
     """Prompts it has seen, and what a server would count."""
 
     coalesces: bool = False
-    keeps_rungs: bool = False
+    keeps_ladder: bool = False
     fault: str = ""
     step: float = 0.002
     prefill: float = 0.0
@@ -52,8 +52,8 @@ class FakeEngine:
 
     def admit(self, tokens: list[int]) -> int:
         """Cached tokens of a prompt, whose states are kept."""
-        positions = ladder(len(tokens)) if self.keeps_rungs else ladder(len(tokens))[:1]
-        hits = [p for p in range(PAGE, len(tokens), PAGE) if hash(tuple(tokens[:p])) in self.states]
+        positions = ladder(len(tokens)) if self.keeps_ladder else ladder(len(tokens))[:1]
+        hits = [p for p in range(BLOCK, len(tokens), BLOCK) if hash(tuple(tokens[:p])) in self.states]
         self.states |= {hash(tuple(tokens[:position])) for position in positions}
         self.count("vllm:prefix_cache_queries_total", len(tokens))
         self.count("vllm:prefix_cache_hits_total", max(hits, default=0))
@@ -145,8 +145,8 @@ def main() -> None:
     coalesces = os.environ.get(GATE) == "1" or fault == "gate always on"
     if coalesces:
         print("INFO KDA prefill coalescing: pages of 512 tokens", flush=True)
-    keeps_rungs = coalesces or (known.scheduler_cls is not None and fault != "unequal")
-    engine = FakeEngine(coalesces=coalesces, keeps_rungs=keeps_rungs, fault=fault)
+    keeps_ladder = coalesces or (known.scheduler_cls is not None and fault != "unequal")
+    engine = FakeEngine(coalesces=coalesces, keeps_ladder=keeps_ladder, fault=fault)
     uvicorn.run(make_app(engine), host=known.host, port=known.port, log_level="warning")
 
 

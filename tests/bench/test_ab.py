@@ -15,13 +15,15 @@ from typing import Any, cast
 
 import pytest
 
-from vllm_kda_prefill.bench import plan as plans
 from vllm_kda_prefill.bench.arms import make_arm
 from vllm_kda_prefill.bench.budget import Budget
 from vllm_kda_prefill.bench.errors import BenchError
 from vllm_kda_prefill.bench.records import Recorder
 from vllm_kda_prefill.bench.server_process import ServerProcess
 from vllm_kda_prefill.bench.servers import Server, in_turns
+from vllm_kda_prefill.bench.settings import RunSettings
+from vllm_kda_prefill.bench.suites import branches
+from vllm_kda_prefill.bench.suites.run import run_suites
 
 FAKE = Path(__file__).with_name("fake_server.py")
 SERVE = f"{shlex.quote(sys.executable)} {shlex.quote(str(FAKE))}"
@@ -176,13 +178,13 @@ def test_a_suite_without_time_for_a_sample_says_so(tmp_path, monkeypatch):
     async def run(*_: object) -> None:
         """Nothing but rounds that are not recorded."""
 
-    monkeypatch.setattr(plans.branches, "run", run)
+    monkeypatch.setattr(branches, "run", run)
     server = Server("stock", cast(Any, None))
     with (
         Recorder(tmp_path / "a.jsonl", {}) as recorder,
         pytest.raises(BenchError, match=r"^branches: no sample in its \d+ s; give more --seconds"),
     ):
-        asyncio.run(plans.run(plans.Plan(suites=("branches",)), [server], recorder, Budget(30.0)))
+        asyncio.run(run_suites(RunSettings(suites=("branches",)), [server], recorder, Budget(30.0)))
 
 
 def test_the_others_go_on_and_are_proven_where_one_server_ends(tmp_path):
@@ -220,7 +222,7 @@ def test_arms_differ_from_stock_in_what_they_say():
     assert {arm.environment["VLLM_GLM53_SPLIT_MAMBA_BLOCK_SIZE"] for arm in (stock, ladder, equal)} == {"512"}
 
 
-def test_lanes_go_first_equally_often():
+def test_servers_go_first_equally_often():
     order = [in_turns("abc", number) for number in range(6)]
     assert sorted(turn[0] for turn in order) == list("aabbcc")
     assert sorted(turn[-1] for turn in order) == list("aabbcc")

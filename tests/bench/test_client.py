@@ -87,7 +87,7 @@ def test_a_cache_that_is_not_emptied_fails(serve, monkeypatch):
     asyncio.run(serve().reset_prefix_cache())
 
 
-def test_branches_hit_the_rung_below_where_they_leave(serve):
+def test_branches_hit_the_state_below_where_they_leave(serve):
     async def run(**settings):
         client = serve(**settings)
         base = prompt(8192, 1)
@@ -95,7 +95,7 @@ def test_branches_hit_the_rung_below_where_they_leave(serve):
         return [(await client.complete(branch(base, at, 1))).cached for at in (7900, 7400, 6500, 5000)]
 
     assert asyncio.run(run()) == [7680, 0, 0, 0]
-    assert asyncio.run(run(keeps_rungs=True)) == [7680, 7168, 6144, 4096]
+    assert asyncio.run(run(keeps_ladder=True)) == [7680, 7168, 6144, 4096]
 
 
 def test_metrics_sum_over_labels_and_count_from_nothing():

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kda_prefill.bench import bars, summary
+from benchmarks import targets
+from vllm_kda_prefill.bench import summary
 from vllm_kda_prefill.bench.errors import BenchError
 from vllm_kda_prefill.bench.records import Recorder, read
 from vllm_kda_prefill.bench.report import render
 from vllm_kda_prefill.bench.summary import Samples
 
-TTFT = {"stock": 0.100, "ladder": 0.100, "equal": 0.160, "equal-ends": 0.170}
+TTFT = {"stock": 0.100, "ladder": 0.100, "equal": 0.160}
 
 
 def write_run(path: Path) -> Path:
@@ -50,11 +51,11 @@ def test_ratios_are_the_other_arms_time_over_this_ones(tmp_path):
     assert row[0] == "8,192"
     assert row[2] == "6"
     assert row[4] == "81,716"  # 8,192 tokens in 0.10025 s
-    assert [cell.split()[0] for cell in row[5:]] == ["1.000", "1.600", "1.700"]
+    assert [cell.split()[0] for cell in row[5:]] == ["1.000", "1.600"]
 
 
 def test_verdicts_follow_the_interval(tmp_path):
-    section = bars.section(Samples(read(write_run(tmp_path / "a.jsonl"))))
+    section = targets.section(Samples(read(write_run(tmp_path / "a.jsonl"))))
     assert section is not None
     verdicts = {row[0]: row[3] for row in section.rows}
     assert verdicts["cold 8,192 tokens, equal over ladder"] == "met"
@@ -65,6 +66,19 @@ def test_verdicts_follow_the_interval(tmp_path):
     assert verdicts["decode steps/s, C1 at 8,192, ladder over stock"] == "missed"
     assert verdicts["conversations, cached tokens with ample memory, ladder over stock"] == "met"
     assert verdicts["conversations, cached tokens with 9 blocks, ladder over stock"] == "missed"
+
+
+def test_targets_are_shown_for_each_run_of_a_folder(tmp_path):
+    def show() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "benchmarks.targets", str(tmp_path)]
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+
+    assert show().returncode == 1
+    write_run(tmp_path / "a.jsonl")
+    done = show()
+    assert done.returncode == 0, done.stderr
+    assert "a: targets" in done.stdout
+    assert "decode steps/s, C1 at 8,192, ladder over stock" in done.stdout
 
 
 def test_turns_are_paired_by_what_they_are_and_only_those_that_everyone_served_count(tmp_path):
@@ -85,7 +99,7 @@ def test_turns_are_paired_by_what_they_are_and_only_those_that_everyone_served_c
     (row,) = (row for row in section.rows if row[0] == "ladder")
     assert row[3] == "1.100 (1.100 to 1.100)"
     assert row[-1] == "1.250 (1.250 to 1.250)"
-    verdicts = bars.section(samples)
+    verdicts = targets.section(samples)
     assert verdicts is not None
     assert [row[2:] for row in verdicts.rows] == [("1.100 (1.100 to 1.100)", "missed")]
 
@@ -96,7 +110,7 @@ def test_conversations_that_found_nothing_have_no_verdict(tmp_path):
             turn = {"trace": 1, "turn": 0, "what": "first", "prompt": 5000, "cached": 0, "ttft": 0.05}
             recorder.add("sample", suite="conversations", arm=arm, **turn)
     samples = Samples(read(tmp_path / "a.jsonl"))
-    assert bars.section(samples) is None
+    assert targets.section(samples) is None
     section = summary.conversations(samples)
     assert section is not None
     assert [row[3] for row in section.rows] == ["-", "-"]

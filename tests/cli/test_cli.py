@@ -135,10 +135,10 @@ def test_table_names_what_matters():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named", "way_out"),
+    ("arguments", "named", "hint"),
     [
         (["plan", "--prompt", "0"], "--prompt 0", "1 to 262143"),
-        (["plan", "--prompt", "many"], "'many'", "integer"),
+        (["plan", "--prompt", "many"], "--prompt many", "whole number"),
         (["plan", "--dcp", "3"], "--dcp 3", "1, 2, 4 or 8"),
         (["plan", "--mtp", "-1"], "--mtp -1", "0 to 8"),
         (["plan", "--block-size", "24"], "--block-size 24", "multiple of 16"),
@@ -154,14 +154,14 @@ def test_table_names_what_matters():
         (["plan", "--nonsense"], "--nonsense", "--help"),
     ],
 )
-def test_bad_value_is_one_line_and_status_2(arguments, named, way_out):
+def test_bad_value_is_one_line_and_status_2(arguments, named, hint):
     done = run(*arguments)
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
     assert named in line
-    assert way_out in line
+    assert hint in line
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm_kda_prefill.conversation import TOLERANCE, TURNS, Conversation, Turn
+from vllm_kda_prefill.demo.conversation import TOLERANCE, TURNS, Conversation, Turn
 from vllm_kda_prefill.planning import Layout
 from vllm_kda_prefill.toymodel.pages import Pages
 

@@ -23,7 +23,7 @@ from vllm.v1.core.prefill_plan import PLANS_ATTRIBUTE
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.state_retention import Policy
 from vllm.v1.request import Request, RequestStatus
-from vllm_kda_prefill.conversation import TOLERANCE, relative_difference
+from vllm_kda_prefill.demo.conversation import TOLERANCE, relative_difference
 from vllm_kda_prefill.planning import Arm, Engine, Layout
 from vllm_kda_prefill.toymodel.fingerprints import EMPTY, Fingerprints, extend
 from vllm_kda_prefill.toymodel.model import ModelSizes, ToyModel

@@ -41,7 +41,6 @@ KINDS: dict[str, str] = {
     "ladder": "the gate on, policy ladder",
     "replay": "the gate on, policy replay",
     "equal": "the gate off; queries end where ladder keeps a state, as few as stock's scheduler can",
-    "equal-ends": "the same, and a query ends at the prompt's last state too, which stock keeps without",
 }
 
 
@@ -75,7 +74,6 @@ def make_arm(text: str, page: int) -> Arm:
         environment[RETENTION] = kind
     environment |= {name: str(page) for name in SPLIT if page}
     arguments: list[str] = ["--num-gpu-blocks-override", blocks] if at else []
-    if kind.startswith("equal"):
-        factory = "end_at_tail_too" if kind == "equal-ends" else "end_at_rungs"
-        arguments += ["--scheduler-cls", f"{SCHEDULERS}.{factory}"]
-    return Arm(text, coalesces, environment, tuple(arguments), "ladder" + at + blocks if "equal" in kind else "")
+    if kind == "equal":
+        arguments += ["--scheduler-cls", f"{SCHEDULERS}.end_at_checkpoints"]
+    return Arm(text, coalesces, environment, tuple(arguments), "ladder" + at + blocks if kind == "equal" else "")

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import httpx
 
-from vllm_kda_prefill.bench import plan as plans
 from vllm_kda_prefill.bench.arms import Arm, arm_of
 from vllm_kda_prefill.bench.budget import Budget
 from vllm_kda_prefill.bench.client import Client
 from vllm_kda_prefill.bench.errors import BenchError
 from vllm_kda_prefill.bench.metrics import Metrics
-from vllm_kda_prefill.bench.plan import Plan
 from vllm_kda_prefill.bench.records import Recorder
 from vllm_kda_prefill.bench.server_process import SERVE, SERVED_NAME, ServerProcess
 from vllm_kda_prefill.bench.servers import Server, check_after, check_before
+from vllm_kda_prefill.bench.settings import RunSettings
 from vllm_kda_prefill.bench.suites import warm_up
+from vllm_kda_prefill.bench.suites.run import run_suites
 
 SHUTDOWN = 25.0
 """Seconds kept for ending the servers."""
@@ -32,7 +32,7 @@ def say(text: str) -> None:
 
 
 async def measure_servers(
-    plan: Plan, servers: Sequence[Server], recorder: Recorder, budget: Budget, keep_going: bool = False
+    settings: RunSettings, servers: Sequence[Server], recorder: Recorder, budget: Budget, keep_going: bool = False
 ) -> list[str]:
     """Warm up and probe every server, prove what each is, run the suites, and prove it again.
 
@@ -47,7 +47,7 @@ async def measure_servers(
     ready: list[tuple[Server, Metrics, int]] = []
     for server in servers:
         try:
-            reading = await _prepare(server, servers, plan, recorder)
+            reading = await _prepare(server, servers, settings, recorder)
         except BenchError as error:
             if not keep_going or len(failures) + 1 == len(servers):
                 raise
@@ -56,8 +56,8 @@ async def measure_servers(
             recorder.add("left out", arm=server.name, error=str(error))
         else:
             ready.append((server, reading, server.cold_prefills))
-    say(f"{', '.join(plan.suites)}: {budget.left:.0f} s left")
-    failures += await plans.run(plan, [server for server, _, _ in ready], recorder, budget, keep_going)
+    say(f"{', '.join(settings.suites)}: {budget.left:.0f} s left")
+    failures += await run_suites(settings, [server for server, _, _ in ready], recorder, budget, keep_going)
     for server, reading, cold in ready:
         try:
             await check_after(server, reading, cold, recorder)
@@ -71,14 +71,14 @@ async def measure_servers(
     return failures
 
 
-async def _prepare(server: Server, servers: Sequence[Server], plan: Plan, recorder: Recorder) -> Metrics:
+async def _prepare(server: Server, servers: Sequence[Server], settings: RunSettings, recorder: Recorder) -> Metrics:
     """Warm-ups, probes and the proof; returns the counters after them."""
-    if set(plan.suites) - {"conversations"}:
-        await warm_up.warm_up(server, plan.sizes, plan.seed)
-    await warm_up.probe(server, plan.sizes, plan.seed, recorder)
+    if set(settings.suites) - {"conversations"}:
+        await warm_up.warm_up(server, settings.sizes, settings.seed)
+    await warm_up.probe(server, settings.sizes, settings.seed, recorder)
     if server.arm is not None and server.arm.equal_to:
         other = _like(server.arm.equal_to, servers)
-        await warm_up.probe_equal_retention(server, other, plan.sizes[0], plan.seed, recorder)
+        await warm_up.probe_equal_retention(server, other, settings.sizes[0], settings.seed, recorder)
     return await check_before(server, recorder)
 
 
@@ -97,7 +97,7 @@ def _like(name: str, servers: Sequence[Server]) -> Server:
 async def measure_url(
     url: str,
     model: str,
-    plan: Plan,
+    settings: RunSettings,
     output: Path,
     seconds: float,
     name: str = "server",
@@ -112,8 +112,10 @@ async def measure_url(
     try:
         await client.find_model()
         version = await client.version()
-        with Recorder(output, {"url": url, "model": client.model, "server_version": version, **plan.as_json()}) as to:
-            await measure_servers(plan, [Server(name, client)], to, Budget(seconds))
+        with Recorder(
+            output, {"url": url, "model": client.model, "server_version": version, **settings.as_json()}
+        ) as to:
+            await measure_servers(settings, [Server(name, client)], to, Budget(seconds))
     finally:
         await client.close()
 
@@ -122,7 +124,7 @@ async def measure_arms(
     arms: Sequence[Arm],
     model: str,
     arguments: list[str],
-    plan: Plan,
+    settings: RunSettings,
     output: Path,
     logs: Path,
     seconds: float,
@@ -137,7 +139,7 @@ async def measure_arms(
         arms: How each is started.
         model: What `vllm serve` takes.
         arguments: More arguments for all of them.
-        plan: What to measure.
+        settings: What to measure.
         output: File of records.
         logs: Folder of the servers' logs.
         seconds: Wall-clock time of everything.
@@ -162,7 +164,7 @@ async def measure_arms(
             "model": model,
             "arms": {s.arm.name: {"environment": dict(s.arm.environment), "command": s.command} for s in processes},
             "processors": processors,
-            **plan.as_json(),
+            **settings.as_json(),
         }
         with Recorder(output, configuration) as recorder:
             say(f"starting {', '.join(arm.name for arm in arms)}")
@@ -172,7 +174,7 @@ async def measure_arms(
                     servers.append(Server(process.arm.name, Client(process.url, SERVED_NAME), process.arm, process))
             try:
                 async with asyncio.timeout(budget.left + SHUTDOWN / 2):
-                    failures += await measure_servers(plan, servers, recorder, budget, keep_going)
+                    failures += await measure_servers(settings, servers, recorder, budget, keep_going)
             except TimeoutError:
                 raise BenchError(f"not done after {seconds:.0f} s; give more --seconds or fewer suites") from None
             if failures:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stock vLLM keeping as many states as policy `ladder`, the only way it can: by ending queries.
 
-For `vllm serve --scheduler-cls` with the gate off. A prefill chunk ends at the next rung of its prompt, and the state
-of each chunk's end is kept, by a retention interval of one scheduler block; everything else is stock's scheduler.
+For `vllm serve --scheduler-cls` with the gate off. A prefill chunk ends at the next checkpoint position of its
+prompt. The state of each chunk's end is kept, by a retention interval of one scheduler block. Everything else is
+stock's scheduler.
 """
 
 from __future__ import annotations
@@ -18,14 +19,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 
-class StoppingMixin(Scheduler):
-    """Goes before `Scheduler` or `AsyncScheduler` among the bases."""
-
-    ends_at_tail = False
-    """Whether a query ends at the prompt's last state as well, which stock keeps inside its last query for free."""
+class StoppingScheduler(Scheduler):
+    """Ends queries at the checkpoint positions of `ladder`, but for the deepest: stock keeps that one in any case."""
 
     def __init__(self, *, kv_cache_config: KVCacheConfig, block_size: int, **kwargs: Any) -> None:
-        # Set here, since the size of a scheduler block is known here: with DCP it is a page times its ranks.
+        # Set here, since the size of a scheduler block is known here: with DCP it is a block times its ranks.
         every_end = replace(kv_cache_config, prefix_cache_retention_interval=block_size)
         super().__init__(kv_cache_config=every_end, block_size=block_size, **kwargs)
         self._retention = Retention(lookup_grid(self.kv_cache_manager))
@@ -40,40 +38,17 @@ class StoppingMixin(Scheduler):
         hits = (num_new_local_computed_tokens, num_external_computed_tokens)
         start = request.num_computed_tokens + sum(hits)
         if start < request.num_prompt_tokens:
-            rungs = self._retention.checkpoint_positions(request.num_prompt_tokens)
-            stops = rungs if self.ends_at_tail else rungs[:-1]
+            stops = self._retention.checkpoint_positions(request.num_prompt_tokens)[:-1]
             nearest = min((stop for stop in stops if stop > start), default=start + num_new_tokens)
             num_new_tokens = min(num_new_tokens, nearest - start)
         return super()._mamba_block_aligned_split(request, num_new_tokens, *hits)
 
 
-class StoppingScheduler(StoppingMixin, Scheduler):
-    """Ends queries at rungs."""
-
-
-class StoppingAsyncScheduler(StoppingMixin, AsyncScheduler):
+class StoppingAsyncScheduler(StoppingScheduler, AsyncScheduler):
     """The same for asynchronous scheduling."""
 
 
-class TailStoppingScheduler(StoppingScheduler):
-    """Ends queries at rungs and at the prompt's last state."""
-
-    ends_at_tail = True
-
-
-class TailStoppingAsyncScheduler(StoppingAsyncScheduler):
-    """The same for asynchronous scheduling."""
-
-    ends_at_tail = True
-
-
-def end_at_rungs(**kwargs: Any) -> Scheduler:
+def end_at_checkpoints(**kwargs: Any) -> Scheduler:
     """The scheduler of arm `equal`."""
     asynchronous = kwargs["vllm_config"].scheduler_config.async_scheduling
     return (StoppingAsyncScheduler if asynchronous else StoppingScheduler)(**kwargs)
-
-
-def end_at_tail_too(**kwargs: Any) -> Scheduler:
-    """The scheduler of arm `equal-ends`."""
-    asynchronous = kwargs["vllm_config"].scheduler_config.async_scheduling
-    return (TailStoppingAsyncScheduler if asynchronous else TailStoppingScheduler)(**kwargs)

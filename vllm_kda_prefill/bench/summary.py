@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records to figures: medians, ratios with their intervals, and the bars they are held against."""
+"""Records to figures: medians, and ratios with their intervals."""
 
 from __future__ import annotations
 
@@ -128,14 +128,14 @@ def cold(samples: Samples, suite: str = "cold") -> Section | None:
             ttft, rate = Spread.of(values(shapes[size], "ttft")), Spread.of(cold_rates(shapes[size]))
             ratios = [
                 text_of(speed_up(groups, arm, base + size_of_cache(arm), size)) if not arm.startswith(base) else ""
-                for base in ("stock", "equal", "equal-ends")
+                for base in ("stock", "equal")
             ]
             rows.append(
                 (f"{size[0]:,}", arm, count_of(shapes[size]), milliseconds(ttft), f"{rate.median:,.0f}", *ratios)
             )
     if not rows:
         return None
-    header = ("prompt", "arm", "n", "TTFT ms", "tokens/s", "vs stock", "vs equal", "vs equal-ends")
+    header = ("prompt", "arm", "n", "TTFT ms", "tokens/s", "vs stock", "vs equal")
     note = "Median (quartiles). A ratio is the other arm's median TTFT over this one's, with its 95 % interval."
     title = "Cold prompts" if suite == "cold" else "Time to first token by prompt length"
     return Section(title, header, rows, note)

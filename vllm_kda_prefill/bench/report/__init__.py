@@ -9,11 +9,12 @@ from typing import Any
 
 import jinja2
 
-from vllm_kda_prefill.bench import bars, planned_summary, records, summary
+from vllm_kda_prefill.bench import records, summary
 from vllm_kda_prefill.bench.errors import BenchError
 from vllm_kda_prefill.bench.records import Record
 from vllm_kda_prefill.bench.report.plots import draw
-from vllm_kda_prefill.bench.summary import Samples, Section
+from vllm_kda_prefill.bench.scheduler import sections as scheduler_only
+from vllm_kda_prefill.bench.summary import Section
 
 TEMPLATES = Path(__file__).parent
 
@@ -62,9 +63,8 @@ def _run(path: Path, output: Path) -> dict[str, Any]:
 
 
 def sections(found: list[Record]) -> list[Section]:
-    """Every table of a run, the verdicts first."""
-    verdicts = bars.section(Samples(found))
-    return [*([verdicts] if verdicts else []), *summary.sections(found), *planned_summary.sections(found)]
+    """Every table of a run."""
+    return [*summary.sections(found), *scheduler_only.sections(found)]
 
 
 def _conditions(head: Record, found: list[Record]) -> list[tuple[str, str]]:

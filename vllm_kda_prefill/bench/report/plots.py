@@ -24,7 +24,6 @@ COLORS = {
     "ladder": "#1d3557",
     "replay": "#5b8fc7",
     "equal": "#e8833a",
-    "equal-ends": "#f2b384",
 }
 SIZE = (8.0, 4.2)
 

@@ -8,18 +8,18 @@ import pytest
 # The platform first: see there.
 from vllm_kda_prefill.planning import Engine, Layout  # isort: skip
 
-from vllm_kda_prefill.bench import planned_growth, planned_reuse
-from vllm_kda_prefill.bench.planned_summary import sections
 from vllm_kda_prefill.bench.records import read
-from vllm_kda_prefill.bench.stopping_scheduler import StoppingScheduler, TailStoppingScheduler, end_at_rungs
+from vllm_kda_prefill.bench.scheduler import growth, reuse
+from vllm_kda_prefill.bench.scheduler.sections import sections
+from vllm_kda_prefill.bench.stopping_scheduler import StoppingScheduler, end_at_checkpoints
 from vllm_kda_prefill.bench.workloads import Conversations
 from vllm_kda_prefill.spans import query_span, retained_states
 
 
-def stopping_engine(monkeypatch: pytest.MonkeyPatch, kind: type, mtp: int, dcp: int = 1) -> Engine:
+def stopping_engine(monkeypatch: pytest.MonkeyPatch, mtp: int, dcp: int = 1) -> Engine:
     """The scheduler of an equal-retention arm, as `vllm serve` builds it."""
     with monkeypatch.context() as patch:
-        patch.setattr("vllm_kda_prefill.planning.Scheduler", kind)
+        patch.setattr("vllm_kda_prefill.planning.Scheduler", StoppingScheduler)
         return Engine.build(Layout(mtp=mtp, dcp=dcp, mamba_groups=2), "stock")
 
 
@@ -38,17 +38,12 @@ def serve(engine: Engine, name: str, tokens: list[int]) -> tuple[list[int], int,
 
 @pytest.mark.parametrize("mtp", [0, 3])
 @pytest.mark.parametrize(
-    "kind, length, passes",
-    [
-        (StoppingScheduler, 8192, [4096, 2048, 1024, 1024]),
-        (TailStoppingScheduler, 8192, [4096, 2048, 1024, 512, 512]),
-        (StoppingScheduler, 16384, [8192, 4096, 2048, 1024, 1024]),
-        (TailStoppingScheduler, 16384, [8192, 4096, 2048, 1024, 512, 512]),
-    ],
+    "length, passes",
+    [(8192, [4096, 2048, 1024, 1024]), (16384, [8192, 4096, 2048, 1024, 1024])],
 )
-def test_equal_retention_ends_queries_at_rungs_and_keeps_ladders_states(monkeypatch, kind, length, passes, mtp):
+def test_equal_retention_keeps_the_states_of_ladder(monkeypatch, length, passes, mtp):
     tokens = list(range(length))
-    ran, _, kept = serve(stopping_engine(monkeypatch, kind, mtp), "a", tokens)
+    ran, _, kept = serve(stopping_engine(monkeypatch, mtp), "a", tokens)
     _, _, wanted = serve(Engine.build(Layout(mtp=mtp, mamba_groups=2)), "a", tokens)
     assert ran == passes
     assert set(wanted) <= set(kept)
@@ -66,7 +61,7 @@ def branch_hits(engine: Engine) -> list[int]:
     [(1, [7680, 7168, 6144, 4096]), (2, [7680, 7168, 6144, 4096]), (4, [7680, 6144, 6144, 4096])],
 )
 def test_equal_retention_hits_where_ladder_hits(monkeypatch, dcp, hits):
-    equal = branch_hits(stopping_engine(monkeypatch, StoppingScheduler, mtp=3, dcp=dcp))
+    equal = branch_hits(stopping_engine(monkeypatch, mtp=3, dcp=dcp))
     assert equal == hits
     assert equal == branch_hits(Engine.build(Layout(mtp=3, dcp=dcp, mamba_groups=2)))
 
@@ -74,7 +69,7 @@ def test_equal_retention_hits_where_ladder_hits(monkeypatch, dcp, hits):
 def test_the_factory_follows_the_configuration():
     engine = Engine.build(Layout(), "stock")
     config = engine.scheduler.vllm_config
-    made = end_at_rungs(
+    made = end_at_checkpoints(
         vllm_config=config,
         kv_cache_config=Layout().kv_cache_config(),
         structured_output_manager=None,
@@ -85,7 +80,7 @@ def test_the_factory_follows_the_configuration():
 
 
 def test_growth_records_what_the_schedulers_do(tmp_path):
-    planned_growth.measure([2048, 8192], dcp=1, mtp=3, page=512, output=tmp_path / "growth.jsonl")
+    growth.measure([2048, 8192], dcp=1, mtp=3, page=512, output=tmp_path / "growth.jsonl")
     (section,) = sections(list(read(tmp_path / "growth.jsonl")))
     assert [row[:6] for row in section.rows] == [
         ("2,048", "1", "1", "1", "2", "2"),
@@ -94,9 +89,9 @@ def test_growth_records_what_the_schedulers_do(tmp_path):
 
 
 def test_reuse_finds_ladder_at_or_above_stock_in_every_cache(tmp_path):
-    planned_reuse.measure(10, [0.5], 1, dcp=1, mtp=3, groups=2, seed=1, output=tmp_path / "reuse.jsonl")
+    reuse.measure(10, [0.5], 1, dcp=1, mtp=3, groups=2, seed=1, output=tmp_path / "reuse.jsonl")
     samples = [record for record in read(tmp_path / "reuse.jsonl") if record["kind"] == "sample"]
-    by_part = {part: {s["arm"]: s for s in samples if s["part"] == part} for part in planned_reuse.PARTS}
+    by_part = {part: {s["arm"]: s for s in samples if s["part"] == part} for part in reuse.PARTS}
     for arms in by_part.values():
         assert set(arms) == {"stock", "ladder", "replay"}
         assert arms["ladder"]["cached"] >= arms["stock"]["cached"]
@@ -110,6 +105,6 @@ def test_reuse_finds_ladder_at_or_above_stock_in_every_cache(tmp_path):
 
 def test_reuse_counts_every_prompt_token_once():
     trace = Conversations(turns=6)
-    reuse = planned_reuse.serve(Layout(mtp=3, num_pages=5000), "ladder", trace)
-    assert reuse.prompt == sum(len(turn.tokens) for turn in trace)
-    assert reuse.cached <= sum(turn.kept if turn.kept else trace.system for turn in trace)
+    served = reuse.serve(Layout(mtp=3, num_pages=5000), "ladder", trace)
+    assert served.prompt == sum(len(turn.tokens) for turn in trace)
+    assert served.cached <= sum(turn.kept if turn.kept else trace.system for turn in trace)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_kda_prefill.bench.records import Recorder
-from vllm_kda_prefill.plan_report import make_report
+from vllm_kda_prefill.plan.report import make_report
 from vllm_kda_prefill.planning import Layout
 
 

@@ -18,7 +18,7 @@ from vllm_kda_prefill.planning import Arm, Engine, Layout  # isort: skip
 
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.core.state_retention import Policy
-from vllm_kda_prefill.plan_report import bytes_per_state
+from vllm_kda_prefill.plan.report import bytes_per_state
 from vllm_kda_prefill.spans import mamba_managers
 
 ARMS: dict[str, tuple[Arm, Policy]] = {

@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 if TYPE_CHECKING:
-    from vllm_kda_prefill.conversation import Conversation, TurnRecord
+    from vllm_kda_prefill.demo.conversation import Conversation, TurnRecord
     from vllm_kda_prefill.planning import Arm
 
 HIT, PASS, STATE, INK = "#b9d3ea", "#e8833a", "#1d3557", "#333333"

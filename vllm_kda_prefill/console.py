@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all commands share: options, checks of their values, and the start of vLLM."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+
+T = TypeVar("T")
+
+
+class PolicyName(StrEnum):
+    """Which states of a prompt are retained."""
+
+    LADDER = "ladder"
+    REPLAY = "replay"
+
+
+Dcp = Annotated[int, typer.Option(help="Decode context parallel ranks: 1, 2, 4 or 8.")]
+Mtp = Annotated[int, typer.Option(help="Draft tokens of multi-token prediction, 0 to 8.")]
+Policy = Annotated[PolicyName, typer.Option(help="Which states of a prompt are retained.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show vLLM's log.")]
+
+
+def fail(message: str) -> NoReturn:
+    """End the command with one line on stderr and exit status 2."""
+    print(f"error: {message}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def check(option: str, value: object, is_good: bool, hint: str) -> None:
+    """End the command unless an option's value is good; the line names both and says what to give."""
+    if not is_good:
+        fail(f"{option} {value}: {hint}")
+
+
+def check_engine(dcp: int, mtp: int) -> None:
+    check("--dcp", dcp, dcp in (1, 2, 4, 8), "give 1, 2, 4 or 8 ranks")
+    check("--mtp", mtp, 0 <= mtp <= 8, "give 0 to 8 draft tokens")
+
+
+def check_model(folder: Path, mtp: int) -> None:
+    """The folder must hold the config.json of a GLM5Next model, with a draft layer if drafts are asked for."""
+    path = folder / "config.json"
+    check("--model", folder, path.is_file(), "name a folder with a config.json in it")
+    try:
+        config = json.loads(path.read_text())
+        (architecture,) = config["architectures"]
+        hint = f"{architecture} has no KDA layers; use a GLM5Next model"
+        check("--model", folder, architecture.startswith("Glm5Next"), hint)
+        check("--model", folder, bool(config.get("model_type")), "its config.json has no model_type; add it")
+        layers = int(config.get("text_config", config).get("num_nextn_predict_layers", 0))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        fail(f"--model {folder}: its config.json is not one of a GLM5Next model ({error}); give one that is")
+    check("--mtp", mtp, mtp == 0 or layers > 0, f"{path} has no num_nextn_predict_layers; give --mtp 0")
+
+
+def quietly(action: Callable[[], T], verbose: bool, spinner: bool = True) -> T:
+    """Import vLLM, which takes seconds, and run something on it.
+
+    Args:
+        action: What to run.
+        verbose: Show vLLM's log, and where an error comes from.
+        spinner: Turn a spinner on stderr meanwhile, where that is a terminal.
+
+    Returns:
+        What `action` returns. A layout that vLLM refuses ends the command with one line and exit status 2.
+    """
+    if not verbose:
+        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+        logging.disable(logging.WARNING)
+    try:
+        with _spinner() if spinner and not verbose else nullcontext():
+            with _quick_imports():
+                import vllm_kda_prefill.planning  # noqa: F401
+            return action()
+    except (ValueError, NotImplementedError) as error:
+        if verbose:
+            raise
+        lines = [line.strip() for line in str(error).splitlines()]
+        fail(f"vLLM refuses this layout: {' '.join(lines)[:400]} (--verbose shows where)")
+
+
+def _spinner() -> Any:
+    from rich.console import Console
+
+    # Rich shows none where stderr is no terminal.
+    return Console(stderr=True).status("asking vLLM's scheduler")
+
+
+@contextmanager
+def _quick_imports() -> Iterator[None]:
+    """Save a third of the time that the imports of vLLM take.
+
+    Most of what an import makes stays for good, so collecting garbage meanwhile finds nothing. And transformers asks
+    which distribution each package is from, which reads every installed file list, only to print versions.
+    """
+    import gc
+    import importlib.metadata
+
+    name_distributions, was_enabled = importlib.metadata.packages_distributions, gc.isenabled()
+    importlib.metadata.packages_distributions = dict
+    gc.disable()
+    try:
+        yield
+    finally:
+        importlib.metadata.packages_distributions = name_distributions
+        if was_enabled:
+            gc.enable()
