@@ -16,6 +16,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
+from vllm.model_executor.layers.dcp_topk_merge import merge
 from vllm.model_executor.layers.mamba.checkpoint import MambaPrefillCheckpointMetadata
 from vllm.model_executor.layers.mamba.ops.gather_initial_states import gather_initial_states
 from vllm.model_executor.layers.mamba.ops.kda_prefill import (
@@ -208,9 +209,10 @@ def _stock_backend(vllm_config: VllmConfig) -> Iterator[None]:
 
 
 class CoalescedGlm5NextForCausalLM(Glm5NextForCausalLM):
-    """The text model with coalescing KDA layers."""
+    """The text model with coalescing KDA layers, and indexers whose ranks merge any number of rows."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        merge.bind()
         with _stock_backend(vllm_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         for module in self.model.modules():

@@ -163,6 +163,21 @@ PATCHES = (
         bind=_register_models,
     ),
     Patch(
+        name="selection merge",
+        how="rebinds _merge_dcp_topk_global under every name it is called by, when the text model is built",
+        why="the ranks' indexers may select any number of rows up to 2,048; stock merges 512, 1,024 or 2,048, and this "
+        "model selects 128",
+        goes_when="stock's merge takes any number of rows (docs/upstream.md, fault 7)",
+        upstream={
+            "vllm.model_executor.layers.sparse_attn_indexer:_merge_dcp_topk_global": "fc5bdaa8ce147927",
+            "vllm.model_executor.layers.sparse_attn_indexer:sparse_attn_indexer": "ba1f34f27484150e",
+            "vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer": "a76783d45e1534e1",
+            "vllm.models.glm5next.nvidia.sparse_indexer:sparse_attn_indexer_kpool": "21704f6c4d68a19a",
+            "vllm.models.glm5next.nvidia.sparse_indexer:SparseAttnIndexerKpool": "f64aa02d6a105f6d",
+            "vllm.v1.attention.backends.mla.sparse_utils:triton_filter_and_convert_dcp_index": "4f098dfcb0035bb3",
+        },
+    ),
+    Patch(
         name="metadata builder",
         how="hook: MambaBase.get_attn_backend; subclass of GDNAttentionMetadataBuilder",
         why="gives [rows, 4] offsets and pages from plans instead of deriving one checkpoint from lengths",

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Protocol
+import importlib
+from typing import Any, Protocol
 
 import torch
 
@@ -97,17 +97,18 @@ def merge(
     launch_select(group.all_gather(packed, dim=0).view(ranks, queries, k), ids)
 
 
+def _has_no_cutedsl() -> bool:
+    return False
+
+
 def bind() -> None:
-    """Put the merge in place of stock's in every module that calls it.
+    """Put the merge in place of stock's under every name that it is called by.
 
-    The GLM module is imported only where the other one's name was not taken from it yet: it reads the name when it is
-    imported, and then has ours. Stock asks for CuTeDSL only before it registers kernels of its own merge to compile at
-    start. With this merge they are not used, and one of them refuses to compile for 256 candidates.
+    It runs before an indexer is built. Stock's indexers then ask for CuTeDSL, only to have the kernels of stock's merge
+    compiled at start. They are not needed any more, and one of them takes multiples of 512 candidates alone: it would
+    end the start of two ranks that select 128 rows each. So they are told that there is no CuTeDSL.
     """
-    import importlib
-
-    importlib.import_module(MODULES[0])
     for name in MODULES:
-        module = sys.modules.get(name)
-        if module is not None:
-            module._merge_dcp_topk_global = merge_dcp_topk  # type: ignore[attr-defined]
+        module: Any = importlib.import_module(name)
+        module._merge_dcp_topk_global = merge_dcp_topk
+        module.has_cutedsl = _has_no_cutedsl
