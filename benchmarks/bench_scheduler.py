@@ -100,7 +100,7 @@ def main(
     output: Annotated[Path | None, typer.Option("--json", help="Write every round here.")] = None,
 ) -> None:
     logging.disable(logging.WARNING)
-    layout = Layout(dcp=dcp, mtp=mtp, num_pages=30_000, max_seqs=RUNNING + ARRIVING)
+    layout = Layout(dcp=dcp, mtp=mtp, num_blocks=30_000, max_seqs=RUNNING + ARRIVING)
     sides = measure(layout, rounds, prompt)
     title = f"µs a schedule(), {RUNNING} running, DCP{dcp}, MTP{mtp}, {rounds} rounds"
     table = Table("round", "stock", "coalesced", "ratio, median", "ratio, quartiles", title=title)

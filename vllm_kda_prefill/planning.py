@@ -108,7 +108,7 @@ class Layout:
         dcp: Decode context parallel ranks, over which an attention block is sharded.
         mtp: Draft tokens of multi-token prediction, 0 for none.
         budget: Tokens of one step.
-        num_pages: Pages of the KV cache.
+        num_blocks: Pages of the KV cache.
         mamba_groups: KV cache groups of KDA layers.
         open_pool: Tokens of the one block that a request has in the group of the indexer's open pool; 0 for no such
             group.
@@ -125,7 +125,7 @@ class Layout:
     dcp: int = 1
     mtp: int = 0
     budget: int = 8192
-    num_pages: int = 2000
+    num_blocks: int = 2000
     mamba_groups: int = 1
     open_pool: int = 0
     retention_interval: int | None = 0
@@ -180,7 +180,7 @@ class Layout:
             speculative_config=speculative_config or None,
             parallel_config=parallel_config,
         )
-        config.cache_config.num_gpu_blocks = self.num_pages
+        config.cache_config.num_gpu_blocks = self.num_blocks
         config.cache_config.block_size = min(self.attention_block, self.mamba_block)
         config.cache_config.mamba_block_size = self.mamba_block
         return config
@@ -207,7 +207,7 @@ class Layout:
             )
             groups.append(KVCacheGroupSpec(["pool"], pool))
         return KVCacheConfig(
-            num_blocks=self.num_pages,
+            num_blocks=self.num_blocks,
             kv_cache_tensors=[],
             kv_cache_groups=groups,
             prefix_cache_retention_interval=self.retention_interval,

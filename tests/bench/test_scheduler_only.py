@@ -105,6 +105,6 @@ def test_reuse_finds_ladder_at_or_above_stock_in_every_cache(tmp_path):
 
 def test_reuse_counts_every_prompt_token_once():
     trace = Conversations(turns=6)
-    served = reuse.serve(Layout(mtp=3, num_pages=5000), "ladder", trace)
+    served = reuse.serve(Layout(mtp=3, num_blocks=5000), "ladder", trace)
     assert served.prompt == sum(len(turn.tokens) for turn in trace)
     assert served.cached <= sum(turn.kept if turn.kept else trace.system for turn in trace)

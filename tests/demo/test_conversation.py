@@ -5,7 +5,7 @@ import pytest
 
 from vllm_kda_prefill.demo.conversation import TOLERANCE, TURNS, Conversation, Turn
 from vllm_kda_prefill.planning import Layout
-from vllm_kda_prefill.toymodel.pages import Pages
+from vllm_kda_prefill.toymodel.blocks import Blocks
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_one_query_retains_four_states(records):
 
 @pytest.mark.parametrize("dcp", [2, 4])
 def test_answers_are_right_on_wider_attention_blocks(dcp):
-    conversation = Conversation(Layout(dcp=dcp, mtp=3, num_pages=400, mamba_groups=2), turns=TURNS[:4])
+    conversation = Conversation(Layout(dcp=dcp, mtp=3, num_blocks=400, mamba_groups=2), turns=TURNS[:4])
     assert all(record.difference < TOLERANCE for _, record in conversation.play())
 
 
@@ -48,27 +48,27 @@ TWO_TURNS = (TURNS[0], Turn("leaves at 6,500", 6500, 200))
 
 
 def zero_states_of_new_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = Pages.write_state
+    write = Blocks.write_state
 
     def zeroed(self, group, page, state, prefix):
         write(self, group, page, state * 0.0 if self.group[page] == -1 else state, prefix)
 
-    monkeypatch.setattr(Pages, "write_state", zeroed)
+    monkeypatch.setattr(Blocks, "write_state", zeroed)
 
 
 def shift_exported_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = Pages.write_window
+    write = Blocks.write_window
     monkeypatch.setattr(
-        Pages,
+        Blocks,
         "write_window",
         lambda self, group, page, rows, ends: write(self, group, page, rows.roll(1, 0), ends),
     )
 
 
 def swap_attention_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = Pages.write_rows
+    write = Blocks.write_rows
     monkeypatch.setattr(
-        Pages,
+        Blocks,
         "write_rows",
         lambda self, group, pages, offsets, rows, ends: write(self, group, pages, offsets.flip(0), rows, ends),
     )

@@ -135,7 +135,7 @@ def _summary(core: Any) -> dict[str, Any]:
     stats = getattr(scheduler, "plan_stats", None)
     return {
         "block_sizes": [manager.block_size for manager in managers],
-        "num_pages": scheduler.kv_cache_config.num_blocks,
+        "num_blocks": scheduler.kv_cache_config.num_blocks,
         "counts": stats.totals() if stats else None,
     }
 

@@ -64,7 +64,7 @@ def cold(answers: list[Any]) -> tuple[list[Any], list[Any]]:
 
 @pytest.mark.parametrize("arm", ["stock", "stock 512/512", "512/512", "512/1024", "auto"])
 def test_the_cache_is_as_large_as_predicted(arm, runs, predicted):
-    pages = runs.answers(arm)[-1]["num_pages"]
+    pages = runs.answers(arm)[-1]["num_blocks"]
     logged = re.search(r"GPU KV cache size: ([\d,]+) tokens", runs.log(arm))
     assert logged is not None
     tokens = int(logged[1].replace(",", ""))

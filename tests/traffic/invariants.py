@@ -40,7 +40,7 @@ def cache_entries(scheduler: Scheduler, names: Mapping[bytes, NamedPrefix]) -> l
 
 def check_contents(worker: ToyWorker, entries: list[Entry]) -> None:
     """Every page that the prefix cache would serve holds what its hash names."""
-    pages, size = worker.pages, worker.pages.attention_block
+    pages, size = worker.blocks, worker.blocks.attention_block
     for group, page, named in entries:
         end = named.tokens
         if group == worker.attention_group:

@@ -32,8 +32,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.state_retention import Retention, WantedState
 from vllm.v1.core.tiered_free_queue import TieredFreeQueue
 from vllm_kda_prefill.planning import Layout
+from vllm_kda_prefill.toymodel.blocks import Blocks
 from vllm_kda_prefill.toymodel.migration import Migration
-from vllm_kda_prefill.toymodel.pages import Pages
 from vllm_kda_prefill.toymodel.worker import ToyWorker
 
 Plant = Callable[[], AbstractContextManager[Any]]
@@ -114,7 +114,7 @@ def shifted(original: Any, worker: Any, group: int, page: int, after: int, state
     original(worker, group, page, after, state, history, ends)
     if after > 3:
         rows, prefixes = history[after - 1 : after + 2], ends[after - 1 : after + 2]
-        worker.pages.write_window(group, page, rows, prefixes)
+        worker.blocks.write_window(group, page, rows, prefixes)
 
 
 def running_page(original: Any, manager: Any, request: Any, wanted: Any) -> Any:
@@ -167,7 +167,7 @@ def source_page(original: Any, manager: Any, request: Any, wanted: Any) -> Any:
 
 def draft_shifted(original: Any, migration: Any, request: Any, source: int, shift: int, column: int) -> None:
     """The state after the accepted drafts with the window of one draft less."""
-    pages = migration.pages
+    pages = migration.blocks
     own = [request.tables[group] for group in migration.groups]
     windows = [(pages.windows[t[source]].clone(), pages.window_shadow[t[source]].copy()) for t in own]
     original(migration, request, source, shift, column)
@@ -237,7 +237,7 @@ MUTANTS: dict[str, Plant] = {
     ),
     "convolution window one token early": around(ToyWorker, "_export", shifted),
     "convolution window shifted by a draft": around(Migration, "_move", draft_shifted),
-    "copy-on-write not executed": around(Pages, "copy", nothing),
+    "copy-on-write not executed": around(Blocks, "copy", nothing),
     "state resumed before the last accepted draft": around(Migration, "before", too_early),
     "boundary state not saved after drafts": around(Migration, "after", nothing),
     "one-token prompt padded with drafts": around(CoalescingSchedulerMixin, "_mamba_block_aligned_split", padded),

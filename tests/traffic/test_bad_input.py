@@ -14,12 +14,12 @@ from vllm.v1.core.prefill_plan import HINT, PLANS_ATTRIBUTE, PlanMismatchError, 
 from vllm_kda_prefill.planning import Layout
 from vllm_kda_prefill.toymodel.worker import ToyWorker
 
-LAYOUT = Layout(attention_block=32, mamba_block=32, budget=512, num_pages=60, max_model_len=4096)
+LAYOUT = Layout(attention_block=32, mamba_block=32, budget=512, num_blocks=60, max_model_len=4096)
 
 
 def memory(worker: ToyWorker) -> list[bytes]:
     """Every bit of the KV cache and of its shadow."""
-    pages = worker.pages
+    pages = worker.blocks
     shadows = (pages.row_shadow, pages.state_shadow, pages.window_shadow, pages.group)
     return [array.tobytes() for array in (pages._buffer.view(torch.int64).numpy(), *shadows)]
 
@@ -37,7 +37,7 @@ class Step:
         self.output = world.server.schedule()
         self.worker = world.server.worker
         # Fresh pages are zeroed before anything else, as the scheduler asks: whatever the plans say.
-        self.worker.pages.clear(self.output.new_block_ids_to_zero or [])
+        self.worker.blocks.clear(self.output.new_block_ids_to_zero or [])
         self.before = memory(self.worker)
 
     @property
@@ -136,7 +136,7 @@ def test_page_that_the_step_reads(step):
     new = {new.req_id: new for new in step.output.scheduled_new_reqs}
     page = new[step.second].block_ids[0][0]
     step.replace_page(page)
-    with pytest.raises(AssertionError, match=f"exports go to pages .{page}., which the same step reads or writes"):
+    with pytest.raises(AssertionError, match=f"exports go to blocks .{page}., which the same step reads or writes"):
         step.worker.execute(step.output)
     assert memory(step.worker) == step.before
 

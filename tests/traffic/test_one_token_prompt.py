@@ -10,9 +10,9 @@ import pytest
 
 from tests.traffic.world import Setting, World
 from vllm_kda_prefill.planning import Arm, Layout
-from vllm_kda_prefill.toymodel.worker import WrongContentError
+from vllm_kda_prefill.toymodel.checks import WrongContentError
 
-LAYOUT = Layout(attention_block=32, mamba_block=32, mtp=3, budget=512, num_pages=60, max_model_len=4096)
+LAYOUT = Layout(attention_block=32, mamba_block=32, mtp=3, budget=512, num_blocks=60, max_model_len=4096)
 
 
 def serve_one_token_beside_a_decode(arm: Arm, asynchronous: bool) -> list[int]:

@@ -16,7 +16,7 @@ def test_nothing_wrong_is_ever_served():
 
 @pytest.mark.parametrize(("dcp", "asynchronous", "resumed"), [(1, True, 32_256), (2, False, 31_744), (4, True, 30_720)])
 def test_whoever_leaves_40000_tokens_resumes_at_a_rung(dcp, asynchronous, resumed):
-    layout = Layout(TRUE_PAGE, TRUE_PAGE, dcp=dcp, mtp=3, num_pages=200, mamba_groups=2, max_model_len=65536)
+    layout = Layout(TRUE_PAGE, TRUE_PAGE, dcp=dcp, mtp=3, num_blocks=200, mamba_groups=2, max_model_len=65536)
     world = World(Setting(layout, asynchronous=asynchronous))
     prompt = world.words(LONGEST_TRUE)
     world.arrive(prompt, outputs=20)

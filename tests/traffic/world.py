@@ -18,6 +18,7 @@ from tests.traffic.invariants import (
     check_ownership,
     check_tables,
 )
+from tests.traffic.scripted import Scripted
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.prefill_plan import PLANS_ATTRIBUTE
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -27,7 +28,6 @@ from vllm_kda_prefill.demo.conversation import TOLERANCE, relative_difference
 from vllm_kda_prefill.planning import Arm, Engine, Layout
 from vllm_kda_prefill.toymodel.fingerprints import EMPTY, Fingerprints, extend
 from vllm_kda_prefill.toymodel.model import ModelSizes, ToyModel
-from vllm_kda_prefill.toymodel.sampler import Scripted
 from vllm_kda_prefill.toymodel.server import Server
 
 MODELS = {groups: ToyModel(ModelSizes(kda_layers=groups)) for groups in (1, 2)}
@@ -97,7 +97,7 @@ class World:
         late = MAX_IN_FLIGHT - 1 if self.setting.asynchronous else 0
         late *= 2 if self.layout.mtp else 1
         states = self.layout.mamba_groups * (4 + self.layout.mtp + late)
-        return (self.layout.num_pages - 1 - states) * self.layout.attention_block * self.layout.dcp
+        return (self.layout.num_blocks - 1 - states) * self.layout.attention_block * self.layout.dcp
 
     def words(self, count: int) -> list[int]:
         return [self._random.randrange(self.model.sizes.vocabulary) for _ in range(count)]

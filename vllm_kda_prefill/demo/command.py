@@ -41,7 +41,7 @@ def demo(
             from vllm_kda_prefill.demo.conversation import Conversation
             from vllm_kda_prefill.planning import Layout
 
-            conversation = Conversation(Layout(dcp=dcp, mtp=mtp, num_pages=400), policy.value)
+            conversation = Conversation(Layout(dcp=dcp, mtp=mtp, num_blocks=400), policy.value)
             bar.update(task, total=conversation.steps)
             for arm, record in conversation.play():
                 bar.update(task, advance=1, description=f"{record.turn.name} ({arm})")

@@ -110,7 +110,7 @@ class Conversation:
         self, layout: Layout | None = None, policy: Policy = "ladder", turns: tuple[Turn, ...] = TURNS
     ) -> None:
         torch.set_num_threads(1)  # The model's matrices are too small to share.
-        self.layout = layout or Layout(mtp=3, num_pages=400)
+        self.layout = layout or Layout(mtp=3, num_blocks=400)
         self.turns = turns
         self.model = ToyModel(ModelSizes(kda_layers=self.layout.mamba_groups))
         self.records: dict[Arm, list[TurnRecord]] = {"stock": [], "coalesced": []}

@@ -72,7 +72,7 @@ def plan(
             dcp=dcp,
             mtp=mtp,
             budget=budget,
-            num_pages=2 * MAX_PROMPT // min(block_size, mamba_block_size) + 1000,
+            num_blocks=2 * MAX_PROMPT // min(block_size, mamba_block_size) + 1000,
             max_seqs=1,
             model=model,
         )

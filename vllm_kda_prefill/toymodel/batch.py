@@ -87,8 +87,8 @@ class Batch:
         """Metadata of the batch with one KV cache group's block table."""
         tables = [r.tables[group] for r in self.requests]
         table = torch.zeros(len(tables), max(map(len, tables)) + self.num_spec + 1, dtype=torch.int32)
-        for row, pages in enumerate(tables):
-            table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        for row, block_ids in enumerate(tables):
+            table[row, : len(block_ids)] = torch.tensor(block_ids, dtype=torch.int32)
         bounds = torch.from_numpy(self.query_start_loc)
         upper = torch.from_numpy(self.announced + self.scheduled)
         return CommonAttentionMetadata(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of token prefixes: one integer names exactly which tokens a page's content stands for."""
+"""Fingerprints of token prefixes: one integer names exactly which tokens a block's content stands for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Fingerprints = npt.NDArray[np.int64]
 def extend(fingerprint: int, tokens: Iterable[int]) -> Fingerprints:
     """Fingerprints int64 `[T]` of a prefix after each of `tokens` that follow it.
 
-    The chain starts from what a page holds, so whatever is computed from a wrong page has a wrong fingerprint
+    The chain starts from what a block holds, so whatever is computed from a wrong block has a wrong fingerprint
     too.
     """
     chain = []

@@ -12,18 +12,18 @@ from vllm.v1.attention.backends.gdn_checkpoint import PlannedCheckpointMetadata
 
 @dataclass(frozen=True)
 class KDARow:
-    """One row of a KDA layer: its place in the batch, and the pages that it reads and writes.
+    """One row of a KDA layer: its place in the batch, and the blocks that it reads and writes.
 
     Attributes:
         row: Row of the batch.
-        slots: Pages of its running state; one for each token of a verifying row, else a single one.
+        block_ids: Blocks of its running state; one for each token of a verifying row, else a single one.
         resumes: Whether there is a state to start from.
-        accepted: For a verifying row which of `slots` that is, counted from 1.
-        exports: Tokens after the row's start -> page.
+        accepted: For a verifying row which of `block_ids` that is, counted from 1.
+        exports: Tokens after the row's start -> block id.
     """
 
     row: int
-    slots: list[int]
+    block_ids: list[int]
     resumes: bool
     accepted: int | None
     exports: dict[int, int]
@@ -44,13 +44,13 @@ def kda_rows(num_requests: int, m: GDNAttentionMetadata) -> Iterator[KDARow]:
     if not others:
         return
     assert m.non_spec_state_indices_tensor is not None
-    slots = m.non_spec_state_indices_tensor.tolist()
+    block_ids = m.non_spec_state_indices_tensor.tolist()
     resumes = m.has_initial_state.tolist() if m.has_initial_state is not None else [True] * len(others)
     exports: list[dict[int, int]] = [{} for _ in others]
     if m.checkpoint is not None:
         assert isinstance(m.checkpoint, PlannedCheckpointMetadata)
-        offsets, pages = m.checkpoint.checkpoint_offsets.tolist(), m.checkpoint.state_indices.tolist()
-        pairs = [zip(*row, strict=True) for row in zip(offsets, pages, strict=True)]
-        exports = [{offset: page for offset, page in row if offset and page} for row in pairs]
+        offsets, targets = m.checkpoint.checkpoint_offsets.tolist(), m.checkpoint.state_indices.tolist()
+        pairs = [zip(*row, strict=True) for row in zip(offsets, targets, strict=True)]
+        exports = [{offset: block_id for offset, block_id in row if offset and block_id} for row in pairs]
     for i, row in enumerate(others):
-        yield KDARow(row, slots[i : i + 1], resumes[i], None, exports[i])
+        yield KDARow(row, block_ids[i : i + 1], resumes[i], None, exports[i])

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How running states move between pages.
+"""How running states move between blocks.
 
-A Mamba table's column `c` stands for the state after `(c + 1)` pages of tokens. A query runs in the column of
-its last token, so its state is copied there first; and when accepted drafts carry a request to or past a page
-boundary, the state at the boundary is saved in the boundary's own column afterwards.
+A Mamba table's column `c` stands for the state after `(c + 1)` blocks of tokens. A query runs in the column of
+its last token, so its state is copied there first. When accepted drafts carry a request to or past a block boundary,
+the state at the boundary is saved in the boundary's own column afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from vllm_kda_prefill.toymodel.pages import Pages
+from vllm_kda_prefill.toymodel.blocks import Blocks
 from vllm_kda_prefill.toymodel.requests import WorkerRequest
 
 
@@ -18,31 +18,31 @@ class Migration:
     """Moves states of all Mamba groups.
 
     Attributes:
-        pages: The KV cache.
+        blocks: The KV cache.
         groups: Mamba KV cache groups.
-        page_tokens: Tokens of a Mamba page.
+        block_tokens: Tokens of a Mamba block.
     """
 
-    def __init__(self, pages: Pages, groups: Iterable[int], page_tokens: int) -> None:
-        self.pages = pages
+    def __init__(self, blocks: Blocks, groups: Iterable[int], block_tokens: int) -> None:
+        self.blocks = blocks
         self.groups = tuple(groups)
-        self.page_tokens = page_tokens
+        self.block_tokens = block_tokens
 
     def before(self, request: WorkerRequest, num_tokens: int) -> None:
         """Bring the state to the column in which a query of `num_tokens` tokens ends."""
-        column = -(-(request.computed + num_tokens) // self.page_tokens) - 1
+        column = -(-(request.computed + num_tokens) // self.block_tokens) - 1
         source, request.state_column = request.state_column, column
         if 0 <= source != column:
             self._move(request, source, request.accepted - 1, column)
             request.accepted = 1
 
     def after(self, request: WorkerRequest) -> None:
-        """Save the state at the last page boundary, if the query reached or crossed it."""
-        boundary = request.computed // self.page_tokens * self.page_tokens
+        """Save the state at the last block boundary, if the query reached or crossed it."""
+        boundary = request.computed // self.block_tokens * self.block_tokens
         first_state = request.computed - request.accepted + 1
         if boundary < first_state:
             return
-        source, column = request.state_column, boundary // self.page_tokens - 1
+        source, column = request.state_column, boundary // self.block_tokens - 1
         if source != column or boundary > first_state:
             self._move(request, source, boundary - first_state, column)
         if source == column:
@@ -53,12 +53,12 @@ class Migration:
 
         The speculative columns hold one state a token; their windows are one longer list in `source`.
         """
-        pages = self.pages
+        blocks = self.blocks
         for group in self.groups:
             table = request.tables[group]
-            window = pages.windows[table[source], shift:].clone()
-            window_shadow = pages.window_shadow[table[source], shift:].copy()
-            state = pages.states[table[source + shift]].clone()
-            prefix = int(pages.state_shadow[table[source + shift]])
-            pages.write_state(group, table[column], state, prefix)
-            pages.write_window(group, table[column], window, window_shadow)
+            window = blocks.windows[table[source], shift:].clone()
+            window_shadow = blocks.window_shadow[table[source], shift:].copy()
+            state = blocks.states[table[source + shift]].clone()
+            prefix = int(blocks.state_shadow[table[source + shift]])
+            blocks.write_state(group, table[column], state, prefix)
+            blocks.write_window(group, table[column], window, window_shadow)

@@ -18,18 +18,15 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.worker.prefill_plan_rows import CheckpointRows, bind_rows
 from vllm_kda_prefill.toymodel.batch import Batch
+from vllm_kda_prefill.toymodel.blocks import Blocks
+from vllm_kda_prefill.toymodel.checks import check_chain, check_context
 from vllm_kda_prefill.toymodel.fingerprints import EMPTY, Fingerprints, extend, spoiled
 from vllm_kda_prefill.toymodel.kda import CHUNK, WINDOW, KDAInputs, KDALayer
 from vllm_kda_prefill.toymodel.kda_rows import KDARow, kda_rows
 from vllm_kda_prefill.toymodel.migration import Migration
 from vllm_kda_prefill.toymodel.model import ToyModel
-from vllm_kda_prefill.toymodel.pages import Pages
-from vllm_kda_prefill.toymodel.requests import WorkerRequest
+from vllm_kda_prefill.toymodel.requests import WorkerRequest, update_requests
 from vllm_kda_prefill.toymodel.sampler import Sampler
-
-
-class WrongContentError(AssertionError):
-    """A request is about to compute from a page that holds something else than its own prefix."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +48,9 @@ class ToyWorker:
     """Executes scheduler outputs in order.
 
     Attributes:
-        pages: The KV cache.
-        requests: Requests with pages, by id.
-        checks_reads: Raise as soon as a request reads a page that does not hold its own prefix.
+        blocks: The KV cache.
+        requests: Requests with blocks, by id.
+        checks_reads: Raise as soon as a request reads a block that does not hold its own prefix.
     """
 
     def __init__(
@@ -70,7 +67,7 @@ class ToyWorker:
         Args:
             vllm_config: As the scheduler's, its hash block size and hit alignment resolved.
             kv_cache_config: One attention group, and a Mamba group for each KDA layer of the model.
-            attention_block: Tokens of an attention page over all context-parallel ranks.
+            attention_block: Tokens of an attention block over all context-parallel ranks.
             model: The model.
             sampler: Where output and draft tokens come from.
             checks_reads: See the class.
@@ -86,8 +83,8 @@ class ToyWorker:
             for group, spec in mamba.items()
         }
         self.num_spec = vllm_config.num_speculative_tokens
-        self.pages = Pages(kv_cache_config.num_blocks, attention_block, self.num_spec, model.sizes)
-        self.migration = Migration(self.pages, mamba, next(iter(mamba.values())).block_size)
+        self.blocks = Blocks(kv_cache_config.num_blocks, attention_block, self.num_spec, model.sizes)
+        self.migration = Migration(self.blocks, mamba, next(iter(mamba.values())).block_size)
         self.model = model
         self.sampler = sampler
         self.checks_reads = checks_reads
@@ -98,15 +95,15 @@ class ToyWorker:
 
         Raises:
             PlanMismatchError: A plan does not fit the batch.
-            WrongContentError: With `checks_reads`, a page read by a request holds something else.
+            WrongContentError: With `checks_reads`, a block read by a request holds something else.
         """
         # Before anything else, as this fork's worker does. Stock's scheduler has no plans, and stock's rule applies.
         plans = plans_of(output) if hasattr(output, PLANS_ATTRIBUTE) else None
-        self._update_requests(output)
-        # The order of vLLM's runner: recycled pages are zeroed, then copies made, then the forward pass runs.
-        self.pages.clear(output.new_block_ids_to_zero or [])
+        update_requests(self.requests, output, self.migration.block_tokens)
+        # The order of vLLM's runner: recycled blocks are zeroed, then copies made, then the forward pass runs.
+        self.blocks.clear(output.new_block_ids_to_zero or [])
         for copy in output.kv_cache_block_copies or []:
-            self.pages.copy(copy.src_block_id, copy.dst_block_id)
+            self.blocks.copy(copy.src_block_id, copy.dst_block_id)
         if not output.num_scheduled_tokens:
             return StepResult({}, {}, {})
         batch = Batch.of(output, self.requests, self.num_spec)
@@ -116,29 +113,6 @@ class ToyWorker:
         metadata = {group: self._metadata(batch, group) for group in self.builders}
         self._check_destinations(batch, rows, metadata)
         return self._sample(batch, self._forward(batch, metadata))
-
-    # Requests.
-
-    def _update_requests(self, output: SchedulerOutput) -> None:
-        for request_id in output.finished_req_ids | (output.preempted_req_ids or set()):
-            self.requests.pop(request_id, None)
-        for new in output.scheduled_new_reqs:
-            assert new.prefill_token_ids is not None
-            self.requests[new.req_id] = WorkerRequest(
-                request_id=new.req_id,
-                tokens=list(new.prefill_token_ids),
-                computed=new.num_computed_tokens,
-                announced=new.num_computed_tokens,
-                tables=[list(pages) for pages in new.block_ids],
-                state_column=(new.num_computed_tokens - 1) // self.migration.page_tokens,
-            )
-        cached = output.scheduled_cached_reqs
-        rows = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
-        for request_id, announced, pages in rows:
-            request = self.requests[request_id]
-            request.announced = announced
-            if pages is not None:
-                request.append_pages(pages)
 
     # Metadata.
 
@@ -155,7 +129,7 @@ class ToyWorker:
             num_scheduled_tokens=batch.scheduled,
             query_start_loc=batch.query_start_loc,
             group_ids=self.builders.keys(),
-            num_pages=len(self.pages),
+            num_pages=len(self.blocks),
         )
         for group, builder in self.builders.items():
             builder.bind(GroupRows.of(rows, group))
@@ -172,14 +146,14 @@ class ToyWorker:
     def _check_destinations(
         self, batch: Batch, rows: CheckpointRows | None, metadata: dict[int, GDNAttentionMetadata]
     ) -> None:
-        """No planned export may hit a page that the batch uses: kernels read and write in any order."""
+        """No planned export may hit a block that the batch uses: kernels read and write in any order."""
         if rows is None:
             return
-        used = {page for r in batch.requests for page in r.tables[self.attention_group]}
+        used = {block_id for r in batch.requests for block_id in r.tables[self.attention_group]}
         for m in metadata.values():
-            used |= {slot for row in kda_rows(len(batch.requests), m) for slot in row.slots}
+            used |= {block_id for row in kda_rows(len(batch.requests), m) for block_id in row.block_ids}
         clash = used & {int(slot) for slots in rows.slots.values() for slot in slots.flat} - {0}
-        assert not clash, f"exports go to pages {sorted(clash)}, which the same step reads or writes"
+        assert not clash, f"exports go to blocks {sorted(clash)}, which the same step reads or writes"
 
     # The forward pass.
 
@@ -192,7 +166,8 @@ class ToyWorker:
             for row in kda_rows(len(batch.requests), metadata[group]):
                 x = self.model.norm(hidden[row.row])
                 out, chain = self._run_kda(group, layer, row, x, tokens[row.row])
-                self._check_chain(batch.requests[row.row], group, tokens[row.row], chain)
+                if self.checks_reads:
+                    check_chain(batch.requests[row.row], group, tokens[row.row], chain)
                 hidden[row.row] = hidden[row.row] + out
                 known = prefixes.setdefault(row.row, chain)
                 if not np.array_equal(known, chain):
@@ -205,13 +180,13 @@ class ToyWorker:
         self, group: int, layer: KDALayer, row: KDARow, x: Tensor, tokens: list[int]
     ) -> tuple[Tensor, Fingerprints]:
         """One row of one layer: its output `[T, width]` and the prefix each token's state stands for."""
-        pages, first = self.pages, row.slots[0]
+        blocks, first = self.blocks, row.block_ids[0]
         offset = (row.accepted or 1) - 1
         if row.resumes:
-            source = row.slots[offset]
-            state, prefix = pages.states[source].clone(), int(pages.state_shadow[source])
-            window = pages.windows[first, offset : offset + WINDOW].clone()
-            before = pages.window_shadow[first, offset : offset + WINDOW].copy()
+            source = row.block_ids[offset]
+            state, prefix = blocks.states[source].clone(), int(blocks.state_shadow[source])
+            window = blocks.windows[first, offset : offset + WINDOW].clone()
+            before = blocks.window_shadow[first, offset : offset + WINDOW].copy()
             if before[-1] != prefix:
                 prefix = spoiled(prefix, int(before[-1]))
         else:
@@ -225,39 +200,41 @@ class ToyWorker:
         if row.accepted is not None:
             out = self._verify(group, layer, row, inputs, state, chain)
             # The window keeps every draft's row: the next query starts after as many as are accepted.
-            pages.write_window(group, first, history[1:], ends[1:])
+            blocks.write_window(group, first, history[1:], ends[1:])
             return layer.project(out), chain
         out, states = layer.chunked(inputs, state)
-        for after, page in row.exports.items():
-            self._export(group, page, after, states[after // CHUNK], history, ends)
+        for after, block_id in row.exports.items():
+            self._export(group, block_id, after, states[after // CHUNK], history, ends)
         self._export(group, first, len(tokens), states[-1], history, ends)
         return layer.project(out), chain
 
     def _verify(
         self, group: int, layer: KDALayer, row: KDARow, inputs: KDAInputs, state: Tensor, chain: Fingerprints
     ) -> Tensor:
-        """Token by token, each token's state to its own page."""
+        """Token by token, each token's state to its own block."""
         outputs = []
         for token, prefix in enumerate(chain.tolist()):
             out, state = layer.step(inputs, token, state)
-            self.pages.write_state(group, row.slots[token], state, prefix)
+            self.blocks.write_state(group, row.block_ids[token], state, prefix)
             outputs.append(out)
         return torch.stack(outputs, 1)
 
-    def _export(self, group: int, page: int, after: int, state: Tensor, history: Tensor, ends: Fingerprints) -> None:
+    def _export(
+        self, group: int, block_id: int, after: int, state: Tensor, history: Tensor, ends: Fingerprints
+    ) -> None:
         """Write the state after `after` tokens of a row, and the three raw rows before that point."""
-        self.pages.write_state(group, page, state, int(ends[WINDOW + after - 1]))
-        self.pages.write_window(group, page, history[after : after + WINDOW], ends[after : after + WINDOW])
+        self.blocks.write_state(group, block_id, state, int(ends[WINDOW + after - 1]))
+        self.blocks.write_window(group, block_id, history[after : after + WINDOW], ends[after : after + WINDOW])
 
     def _write_attention(self, request: WorkerRequest, hidden: Tensor, chain: Fingerprints) -> None:
         positions = torch.arange(request.computed, request.computed + len(hidden))
         _, rows = self.model.attention.project(self.model.norm(hidden), positions)
-        pages, offsets = self._attention_slots(request, positions)
-        self.pages.write_rows(self.attention_group, pages, offsets, rows, chain)
+        block_ids, offsets = self._attention_places(request, positions)
+        self.blocks.write_rows(self.attention_group, block_ids, offsets, rows, chain)
 
-    def _attention_slots(self, request: WorkerRequest, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _attention_places(self, request: WorkerRequest, positions: Tensor) -> tuple[Tensor, Tensor]:
         table = torch.tensor(request.tables[self.attention_group])
-        return table[positions // self.pages.attention_block], positions % self.pages.attention_block
+        return table[positions // self.blocks.attention_block], positions % self.blocks.attention_block
 
     # Sampling.
 
@@ -266,7 +243,9 @@ class ToyWorker:
         for request, x, drafts in zip(batch.requests, hidden, batch.drafts.tolist(), strict=True):
             end = request.computed + len(x)
             inputs = request.inputs(len(x))
-            self._check_context(request, end, inputs)
+            if self.checks_reads:
+                block_ids, offsets = self._attention_places(request, torch.arange(end))
+                check_context(request, self.blocks.row_shadow[block_ids.numpy(), offsets.numpy()], inputs)
             sampled: list[int] = []
             if end - drafts >= request.prefill_len:
                 sampled = self._verified_tokens(request, x[-1 - drafts :], inputs[len(x) - drafts :], result)
@@ -286,8 +265,8 @@ class ToyWorker:
         known = len(request.tokens)
         positions = torch.arange(known - 1, known - 1 + len(x))
         q, _ = self.model.attention.project(self.model.norm(x), positions)
-        pages, offsets = self._attention_slots(request, torch.arange(known - 1 + len(x)))
-        logits = self.model.logits(x + self.model.attention.attend(q, self.pages.rows[pages, offsets]))
+        block_ids, offsets = self._attention_places(request, torch.arange(known - 1 + len(x)))
+        logits = self.model.logits(x + self.model.attention.attend(q, self.blocks.rows[block_ids, offsets]))
         sampled: list[int] = []
         for i in range(len(x)):
             position = known + i
@@ -297,26 +276,3 @@ class ToyWorker:
             if i == len(drafts) or drafts[i] != token:
                 break
         return sampled
-
-    # Checks.
-
-    def _check_chain(self, request: WorkerRequest, group: int, tokens: list[int], chain: Fingerprints) -> None:
-        if self.checks_reads:
-            expected = extend(int(request.prefixes[request.computed]), tokens)
-            if not np.array_equal(chain, expected):
-                raise WrongContentError(
-                    f"request {request.request_id} resumes at {request.computed} in KV cache group {group} "
-                    "from a page that holds another state"
-                )
-
-    def _check_context(self, request: WorkerRequest, end: int, tokens: list[int]) -> None:
-        if self.checks_reads:
-            pages, offsets = self._attention_slots(request, torch.arange(end))
-            held = self.pages.row_shadow[pages.numpy(), offsets.numpy()]
-            chain = extend(int(request.prefixes[request.computed]), tokens)
-            expected = np.concatenate([request.prefixes[1 : request.computed + 1], chain])
-            wrong = np.flatnonzero(held != expected)
-            if len(wrong):
-                raise WrongContentError(
-                    f"request {request.request_id} attends to {len(wrong)} wrong rows, the first for token {wrong[0]}"
-                )

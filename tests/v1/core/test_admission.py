@@ -30,7 +30,7 @@ def random_layout(rng: random.Random) -> Layout:
         dcp=rng.choice([1, 2, 4]),
         mtp=rng.choice([0, 3]),
         budget=rng.choice([128, 256]),
-        num_pages=rng.choice([24, 30, 40, 60]),
+        num_blocks=rng.choice([24, 30, 40, 60]),
         mamba_groups=rng.choice([1, 2]),
         retention_interval=rng.choice([0, None]),
         scheduling=rng.choice(["fcfs", "priority"]),
@@ -39,7 +39,7 @@ def random_layout(rng: random.Random) -> Layout:
 
 
 def longest_prompt(layout: Layout) -> int:
-    return max(40, min(400, (layout.num_pages - 12) * PAGE * layout.dcp // 2))
+    return max(40, min(400, (layout.num_blocks - 12) * PAGE * layout.dcp // 2))
 
 
 def steps(arm: Arm, seed: int, states: Any) -> list[tuple[dict[str, int], set[str]]]:
@@ -155,10 +155,10 @@ def test_from_the_same_state_nobody_is_worse_off_than_under_stock(states: Any) -
     assert longer_chunks > 3
 
 
-def preempted_by_a_long_prompt(arm: Arm, num_pages: int, num_short: int) -> set[str]:
+def preempted_by_a_long_prompt(arm: Arm, num_blocks: int, num_short: int) -> set[str]:
     """Who is preempted while short requests decode beside a prompt that leaves a cached one at 400 of 600 tokens."""
     layout = Layout(attention_block=PAGE, mamba_block=PAGE, budget=128, long_prefill_threshold=96, max_model_len=1024)
-    engine = Engine.build(dataclasses.replace(layout, num_pages=num_pages), arm)
+    engine = Engine.build(dataclasses.replace(layout, num_blocks=num_blocks), arm)
     scheduler = engine.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     shared = list(range(600))
@@ -183,6 +183,6 @@ def preempted_by_a_long_prompt(arm: Arm, num_pages: int, num_short: int) -> set[
 @pytest.mark.parametrize("num_short", [2, 4])
 def test_decoding_requests_keep_the_pages_they_grow_into(num_short: int) -> None:
     """A span that runs on holds its pages a step earlier; whoever decodes meanwhile still finds the next one."""
-    for num_pages in range(46, 62):
-        stock, ours = (preempted_by_a_long_prompt(arm, num_pages, num_short) for arm in ("stock", "coalesced"))
-        assert ours <= stock, num_pages
+    for num_blocks in range(46, 62):
+        stock, ours = (preempted_by_a_long_prompt(arm, num_blocks, num_short) for arm in ("stock", "coalesced"))
+        assert ours <= stock, num_blocks

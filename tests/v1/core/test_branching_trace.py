@@ -68,7 +68,7 @@ def cached_tokens(layout: Layout, arm: Arm, seed: int, branching: float, concurr
 @pytest.mark.parametrize("pages", [120, 250, 800])
 def test_cached_tokens_are_not_below_stocks(pages: int, dcp: int, mtp: int) -> None:
     """From a pool that holds two requests to one that holds a dozen, conversations one turn at a time."""
-    layout = Layout(attention_block=PAGE, mamba_block=PAGE, dcp=dcp, mtp=mtp, budget=256, num_pages=pages)
+    layout = Layout(attention_block=PAGE, mamba_block=PAGE, dcp=dcp, mtp=mtp, budget=256, num_blocks=pages)
     stock = [cached_tokens(layout, "stock", seed, branching=0.7) for seed in range(3)]
     coalesced = [cached_tokens(layout, "coalesced", seed, branching=0.7) for seed in range(3)]
     assert sum(coalesced) >= sum(stock)
@@ -81,7 +81,7 @@ def test_turns_at_once_lose_next_to_nothing_in_a_tight_pool(branching: float) ->
 
     Of many traces: single misses throw a pool for two requests about, by 10 % of a trace either way.
     """
-    layout = Layout(attention_block=PAGE, mamba_block=PAGE, budget=256, num_pages=120)
+    layout = Layout(attention_block=PAGE, mamba_block=PAGE, budget=256, num_blocks=120)
     stock = sum(cached_tokens(layout, "stock", seed, branching, concurrency=4) for seed in range(12))
     coalesced = sum(cached_tokens(layout, "coalesced", seed, branching, concurrency=4) for seed in range(12))
     assert coalesced >= 0.98 * stock
@@ -90,7 +90,7 @@ def test_turns_at_once_lose_next_to_nothing_in_a_tight_pool(branching: float) ->
 @pytest.mark.parametrize("concurrency", [1, 4])
 @pytest.mark.parametrize("dcp, mtp", [(1, 0), (4, 3)])
 def test_cached_tokens_are_well_above_stocks_with_room(dcp: int, mtp: int, concurrency: int) -> None:
-    layout = Layout(attention_block=PAGE, mamba_block=PAGE, dcp=dcp, mtp=mtp, budget=256, num_pages=5000)
+    layout = Layout(attention_block=PAGE, mamba_block=PAGE, dcp=dcp, mtp=mtp, budget=256, num_blocks=5000)
     stock = sum(cached_tokens(layout, "stock", seed, 0.7, concurrency) for seed in range(3))
     coalesced = sum(cached_tokens(layout, "coalesced", seed, 0.7, concurrency) for seed in range(3))
     assert coalesced >= 1.15 * stock
@@ -98,7 +98,7 @@ def test_cached_tokens_are_well_above_stocks_with_room(dcp: int, mtp: int, concu
 
 def test_rungs_in_the_first_class_would_push_out_better_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the second class is for: where conversations only grow, rungs are never hit."""
-    layout = Layout(attention_block=PAGE, mamba_block=PAGE, budget=256, num_pages=400)
+    layout = Layout(attention_block=PAGE, mamba_block=PAGE, budget=256, num_blocks=400)
     stock = sum(cached_tokens(layout, "stock", seed, branching=0) for seed in range(3))
     assert sum(cached_tokens(layout, "coalesced", seed, branching=0) for seed in range(3)) >= stock
     monkeypatch.setattr(TieredFreeQueue, "mark_second_class", lambda queue, block: None)
@@ -108,7 +108,7 @@ def test_rungs_in_the_first_class_would_push_out_better_entries(monkeypatch: pyt
 
 def full_cache(pages: int) -> Engine:
     """An engine with hardly a page but holds the entry of a prompt that nobody comes back to."""
-    engine = Engine.build(Layout(attention_block=PAGE, mamba_block=PAGE, budget=256, num_pages=pages))
+    engine = Engine.build(Layout(attention_block=PAGE, mamba_block=PAGE, budget=256, num_blocks=pages))
     source = random.Random(1)
     for number in range(pages // 40):
         serve(engine, f"old {number}", [source.randrange(30_000) for _ in range(64 * PAGE)])

@@ -92,8 +92,8 @@ class TestReach:
 
 
 class TestGrant:
-    def engine(self, num_pages: int = 40, groups: int = 1) -> tuple[Engine, Any]:
-        layout = Layout(attention_block=PAGE, mamba_block=PAGE, num_pages=num_pages, budget=256, mamba_groups=groups)
+    def engine(self, num_blocks: int = 40, groups: int = 1) -> tuple[Engine, Any]:
+        layout = Layout(attention_block=PAGE, mamba_block=PAGE, num_blocks=num_blocks, budget=256, mamba_groups=groups)
         engine = Engine.build(layout)
         return engine, engine.scheduler.kv_cache_manager
 
@@ -249,7 +249,7 @@ class TestLearning:
         assert manager._reach(request, 0) == reach
 
     def test_an_emptied_cache_is_no_lesson(self) -> None:
-        engine = Engine.build(Layout(attention_block=PAGE, mamba_block=PAGE, budget=256, num_pages=40))
+        engine = Engine.build(Layout(attention_block=PAGE, mamba_block=PAGE, budget=256, num_blocks=40))
         for first in range(0, 3000, 1000):
             engine.add(f"{first}", words(300, first))
             while engine.scheduler.requests:

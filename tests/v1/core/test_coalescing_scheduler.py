@@ -346,7 +346,7 @@ class TestFallbacks:
 
     def test_no_room(self) -> None:
         """A span past the stop at a junction is not tried where it might not fit; the stop is."""
-        engine = build(num_pages=20)
+        engine = build(num_blocks=20)
         prefill(engine, "a", words(8192))
         while evict_states(engine):
             pass
@@ -357,7 +357,7 @@ class TestFallbacks:
     @pytest.mark.parametrize("waiting", [0, 3])
     def test_a_block_that_has_nothing_to_do_with_tokens_takes_no_room(self, waiting: int) -> None:
         """The indexer's open pool: 16 tokens a block, and one block a request however long it is."""
-        engine = build(num_pages=200, open_pool=16)
+        engine = build(num_blocks=200, open_pool=16)
         prefill(engine, "a", words(8192))
         while evict_states(engine):
             pass

@@ -41,7 +41,7 @@ def copy_of_an_unwritten_block(arm: Arm, states: Any) -> list[dict[str, int]]:
 
 def preemption_inside_a_step(arm: Arm, states: Any) -> list[dict[str, int]]:
     """An urgent request needs a page right after a chunk was allocated to the request that has to give way."""
-    layout = Layout(budget=2048, long_prefill_threshold=512, num_pages=14, scheduling="priority")
+    layout = Layout(budget=2048, long_prefill_threshold=512, num_blocks=14, scheduling="priority")
     worker = states.ShadowWorker(Engine.build(layout, arm))
     worker.add("victim", words(5000), priority=5)
     worker.deliver(worker.step())
@@ -119,7 +119,7 @@ class TestPreemptionInsideAStep:
             preemption_inside_a_step("coalesced", states)
 
     def test_entries_of_earlier_steps_stay(self, states: Any) -> None:
-        layout = Layout(budget=2048, long_prefill_threshold=512, num_pages=14, scheduling="priority")
+        layout = Layout(budget=2048, long_prefill_threshold=512, num_blocks=14, scheduling="priority")
         worker = states.ShadowWorker(Engine.build(layout))
         victim = worker.add("victim", words(5000), priority=5)
         worker.deliver(worker.step())
@@ -159,7 +159,7 @@ class TestPageInsideHit:
 class TestWideAttentionPages:
     """Attention pages wider than recurrent ones, which no model of vLLM 0.33.0 asks for."""
 
-    layout = Layout(attention_block=32, mamba_block=16, mtp=3, budget=256, num_pages=60, max_model_len=1024)
+    layout = Layout(attention_block=32, mamba_block=16, mtp=3, budget=256, num_blocks=60, max_model_len=1024)
 
     @pytest.mark.parametrize(
         "changed, prompt, named",

@@ -38,7 +38,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         dcp=dcp,
         mtp=mtp,
         budget=draw(st.sampled_from([128, 256])),
-        num_pages=draw(st.sampled_from([24, 32, 48, 80, 160])),
+        num_blocks=draw(st.sampled_from([24, 32, 48, 80, 160])),
         mamba_groups=draw(st.sampled_from([1, 1, 2, 3])),
         open_pool=draw(st.sampled_from([0, 16])),
         retention_interval=draw(st.sampled_from([None, 0, 0, scheduler_block, 2 * scheduler_block])),
@@ -55,7 +55,7 @@ def run_traffic(worker: Any, layout: Layout, asynchronous: bool, seed: int) -> N
     rng = random.Random(seed)
     scheduler = worker.scheduler
     bases = [[rng.randrange(1000) for _ in range(600)] for _ in range(2)]
-    longest = max(40, min(500, (layout.num_pages - 10) * layout.attention_block * layout.dcp // 2))
+    longest = max(40, min(500, (layout.num_blocks - 10) * layout.attention_block * layout.dcp // 2))
     waiting = rng.randint(4, 16)
     answers: deque[Any] = deque()
     for _ in range(3000):
@@ -118,9 +118,9 @@ def plan_one_chunk_off(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CoalescingKVCacheManager, "_publish", shifted)
 
 
-SMALL = Layout(attention_block=16, mamba_block=16, budget=256, num_pages=48, max_seqs=8, max_model_len=1024)
+SMALL = Layout(attention_block=16, mamba_block=16, budget=256, num_blocks=48, max_seqs=8, max_model_len=1024)
 PRIORITY = Layout(
-    attention_block=16, mamba_block=16, budget=128, num_pages=32, max_seqs=8, max_model_len=1024,
+    attention_block=16, mamba_block=16, budget=128, num_blocks=32, max_seqs=8, max_model_len=1024,
     long_prefill_threshold=64, scheduling="priority", retention_interval=None,
 )  # fmt: skip
 

@@ -34,7 +34,7 @@ def worker(rank, ranks, port, handle, shift, results):
             num_scheduled_tokens=scheduled,
             query_start_loc=np.concatenate([[0], np.cumsum(scheduled)]),
             group_ids=GROUPS,
-            num_pages=LAYOUT.num_pages,
+            num_pages=LAYOUT.num_blocks,
         )
         assert rows is not None
         mine = (ids, rows.offsets.tolist(), {group: rows.slots[group].tolist() for group in GROUPS})

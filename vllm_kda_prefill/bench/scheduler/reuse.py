@@ -121,13 +121,13 @@ def measure(
         for probability in branching:
             for number in range(traces):
                 trace = Conversations(turns=turns, branching=probability, seed=seed + number)
-                layout = Layout(dcp=dcp, mtp=mtp, mamba_groups=groups, num_pages=UNLIMITED)
+                layout = Layout(dcp=dcp, mtp=mtp, mamba_groups=groups, num_blocks=UNLIMITED)
                 unlimited = {arm: serve(layout, arm, trace) for arm in ARMS}
                 running = -(-trace.longest // (512 * dcp)) + groups * (MARGIN + mtp)
                 ample = max(reuse.blocks for reuse in unlimited.values()) + running
                 for part in PARTS:
                     pages = max(int(ample * part), running)
-                    sized = dataclasses.replace(layout, num_pages=pages)
+                    sized = dataclasses.replace(layout, num_blocks=pages)
                     for arm in ARMS:
                         reuse = serve(sized, arm, trace)
                         recorder.add(
