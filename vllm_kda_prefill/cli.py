@@ -10,7 +10,7 @@ import typer
 
 from vllm_kda_prefill.bench.command import app as bench_app
 from vllm_kda_prefill.demo.command import demo
-from vllm_kda_prefill.layout_command import layout
+from vllm_kda_prefill.layout.command import layout
 from vllm_kda_prefill.plan.command import plan
 
 # What typer raises for an option that is missing, unknown or of the wrong type.

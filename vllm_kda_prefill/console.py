@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
+
+from vllm_kda_prefill.model_config import model_problem
 
 T = TypeVar("T")
 
@@ -49,20 +50,11 @@ def check_engine(dcp: int, mtp: int) -> None:
     check("--mtp", mtp, 0 <= mtp <= 8, "give 0 to 8 draft tokens")
 
 
-def check_model(folder: Path, mtp: int) -> None:
-    """The folder must hold the config.json of a GLM5Next model, with a draft layer if drafts are asked for."""
-    path = folder / "config.json"
-    check("--model", folder, path.is_file(), "name a folder with a config.json in it")
-    try:
-        config = json.loads(path.read_text())
-        (architecture,) = config["architectures"]
-        hint = f"{architecture} has no KDA layers; use a GLM5Next model"
-        check("--model", folder, architecture.startswith("Glm5Next"), hint)
-        check("--model", folder, bool(config.get("model_type")), "its config.json has no model_type; add it")
-        layers = int(config.get("text_config", config).get("num_nextn_predict_layers", 0))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        fail(f"--model {folder}: its config.json is not one of a GLM5Next model ({error}); give one that is")
-    check("--mtp", mtp, mtp == 0 or layers > 0, f"{path} has no num_nextn_predict_layers; give --mtp 0")
+def check_model(folder: Path | None, mtp: int, glm_only: bool = True) -> None:
+    """End the command unless `--model` can be planned with, and has draft layers if `--mtp` asks for drafts."""
+    problem = model_problem(folder, mtp, glm_only)
+    if problem:
+        fail(problem)
 
 
 def quietly(action: Callable[[], T], verbose: bool, spinner: bool = True) -> T:

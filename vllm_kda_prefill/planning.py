@@ -6,9 +6,7 @@ Model classes are replaced by stubs: planning needs their names and traits, not 
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -24,14 +22,7 @@ import vllm_kda_prefill.planning_platform  # noqa: F401  # isort: skip
 import torch
 from torch import nn
 
-from vllm.config import (
-    CacheConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-    VllmConfig,
-)
+from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.plugins.kda_prefill_coalescing import settings
@@ -52,23 +43,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
-
-GLM_SHAPES: dict[str, Any] = {
-    "architectures": ["Glm5NextForConditionalGeneration"],
-    "model_type": "glm5_next",
-    "dtype": "bfloat16",
-    "text_config": {
-        "model_type": "glm5_next_text",
-        "dtype": "bfloat16",
-        "num_nextn_predict_layers": 1,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "vision_config": {"model_type": "glm5_next_vision", "depth": 1},
-    "tie_word_embeddings": False,
-}
-"""A GLM-5.3-Flash config.json: transformers' defaults are its layer shapes."""
+from vllm_kda_prefill.model_config import make_configs
 
 Arm = Literal["stock", "coalesced"]
 
@@ -142,23 +117,14 @@ class Layout:
 
     def _make_vllm_config(self, asynchronous: bool) -> VllmConfig:
         prepare()
-        with tempfile.TemporaryDirectory() as folder:
-            if self.model is None:
-                Path(folder, "config.json").write_text(json.dumps(GLM_SHAPES))
-            model_config = ModelConfig(
-                model=str(self.model or folder),
-                skip_tokenizer_init=True,
-                dtype="bfloat16",
-                max_model_len=self.max_model_len,
-            )
-            parallel_config = ParallelConfig(tensor_parallel_size=self.dcp, decode_context_parallel_size=self.dcp)
-            speculative_config = self.mtp and SpeculativeConfig(
-                method="mtp",
-                num_speculative_tokens=self.mtp,
-                disable_lookahead_block_hashes=self.block_drop,
-                target_model_config=model_config,
-                target_parallel_config=parallel_config,
-            )
+        model_config, parallel_config, speculative_config = make_configs(
+            self.model,
+            tp=self.dcp,
+            dcp=self.dcp,
+            mtp=self.mtp,
+            max_model_len=self.max_model_len,
+            disable_lookahead_block_hashes=self.block_drop,
+        )
         config = VllmConfig(
             model_config=model_config,
             cache_config=CacheConfig(
@@ -177,7 +143,7 @@ class Layout:
                 policy=self.scheduling,
                 async_scheduling=asynchronous,
             ),
-            speculative_config=speculative_config or None,
+            speculative_config=speculative_config,
             parallel_config=parallel_config,
         )
         config.cache_config.num_gpu_blocks = self.num_blocks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The real engine on other page sizes: as large as `kda-prefill layout` says, hits where it says, the same answers."""
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.fixture(scope="session")
 def predicted(runs: Runs) -> dict[str, Any]:
     """Layouts by name, as `kda-prefill layout` reports them for the same model and memory."""
-    from vllm_kda_prefill.cache_report import EngineShape, PageSizes, make_report
+    from vllm.v1.core.block_sizes import BlockSizes
+    from vllm_kda_prefill.layout.report import EngineShape, make_report
 
     shape = EngineShape(runs.model, mtp=3, max_model_len=40000)
-    reports = [make_report(shape, GIB << 30, sizes).as_json() for sizes in (None, PageSizes(512, 1024))]
+    reports = [make_report(shape, GIB << 30, sizes).as_json() for sizes in (None, BlockSizes(512, 1024))]
     layouts = {name: layout for report in reports for name, layout in report["layouts"].items()}
     return {**layouts, "auto": layouts[reports[0]["auto"]], "stock 512/512": layouts["512/512"]}
 
@@ -106,11 +108,11 @@ def test_answers_do_not_depend_on_the_layout(arm, same_kernel, runs):
     assert max(found) <= 2 * max(own)
 
 
-def test_the_gate_refuses_stocks_pages_and_names_the_way_out(runs):
+def test_the_gate_refuses_stocks_blocks_with_a_hint(runs):
     with pytest.raises(RuntimeError) as failure:
         runs.answers("refused")
     message = str(failure.value)
-    assert "recurrent pages of 4608 tokens leave" in message
+    assert "recurrent blocks of 4608 tokens leave" in message
     assert "VLLM_GLM53_SPLIT_TARGET_BLOCK_SIZE" in message
     assert "VLLM_GLM53_SPLIT_MAMBA_BLOCK_SIZE" in message
     assert "Loading weights" not in runs.log("refused")

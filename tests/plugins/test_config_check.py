@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine that cannot coalesce is refused with every reason; one that can gets its scheduler and worker."""
 
 import copy
@@ -10,8 +11,9 @@ import torch
 
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.config.attention import HiSparseConfig
+from vllm.kda_prefill_variables import SPLIT_MAMBA, SPLIT_TARGET
 from vllm.platforms.interface import DeviceCapability
-from vllm.plugins.kda_prefill_coalescing import SPLIT_MAMBA, SPLIT_TARGET, config_check, patches
+from vllm.plugins.kda_prefill_coalescing import config_check, patches
 from vllm_kda_prefill.planning import Layout
 from vllm_kda_prefill.planning_platform import PlanningPlatform
 
@@ -26,7 +28,7 @@ def hopper(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def fine_pages(monkeypatch):
+def fine_blocks(monkeypatch):
     for name in (SPLIT_TARGET, SPLIT_MAMBA):
         monkeypatch.setenv(name, "512")
 
@@ -175,7 +177,7 @@ ABOUT_THE_KERNEL = ("unknown backend", "backend of other GPUs", "gate bound", "h
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_unmet_condition_is_refused_with_the_way_to_meet_it(case, config, monkeypatch):
+def test_an_unmet_condition_is_refused_with_a_hint(case, config, monkeypatch):
     change, message = CASES[case]
     change(config, monkeypatch)
     assert len(list(config_check.unmet_conditions(config))) == 1
@@ -197,7 +199,7 @@ def test_all_unmet_conditions_are_named_at_once(config, monkeypatch):
         assert re.search(CASES[name][1], str(error.value)), name
 
 
-def test_copies_of_an_accepted_configuration_are_not_checked_again(monkeypatch):
+def test_copies_of_an_accepted_configuration_pass(monkeypatch):
     """A drafter may have a cache dtype that the engine could not be served with; what was refused stays refused."""
     monkeypatch.setattr(VllmConfig, "try_verify_and_update_config", VllmConfig.try_verify_and_update_config)
     config = copy.deepcopy(Layout(dcp=1, mtp=3).vllm_config())
@@ -214,7 +216,7 @@ def test_copies_of_an_accepted_configuration_are_not_checked_again(monkeypatch):
     config.try_verify_and_update_config()
 
 
-def test_the_draft_model_and_a_configuration_without_a_model_are_let_through(config):
+def test_a_draft_model_or_no_model_is_let_through(config):
     config.model_config.architecture, config.model_config.runner_type = "LlamaForCausalLM", "draft"
     config.scheduler_config.scheduler_cls = config_check.SCHEDULER
     config_check.check(config)
@@ -227,7 +229,7 @@ def test_the_draft_model_and_a_configuration_without_a_model_are_let_through(con
     ("tensor", "drafts", "budget", "warned"),
     [(4, 3, 8192, False), (4, 0, 8192, False), (8, 3, 8192, True), (4, 2, 8192, True), (4, 3, 4096, True)],
 )
-def test_a_setting_outside_the_qualified_set_runs_with_one_warning(config, monkeypatch, tensor, drafts, budget, warned):
+def test_an_unqualified_setting_runs_with_one_warning(config, monkeypatch, tensor, drafts, budget, warned):
     warnings = []
     monkeypatch.setattr(config_check.logger, "warning_once", lambda *args: warnings.append(args))
     config.parallel_config.tensor_parallel_size = tensor

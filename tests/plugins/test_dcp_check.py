@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What decode context parallelism needs on the GPU at hand is known before the weights load."""
 
 import re

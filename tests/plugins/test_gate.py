@@ -1,4 +1,5 @@
-"""Gate off: stock vLLM, and of this fork the gate's file alone. Gate on: bound once, in every process."""
+# SPDX-License-Identifier: Apache-2.0
+"""Gate off: stock vLLM, and of this fork the gate's file and its names. Gate on: bound once, in every process."""
 
 import json
 import os
@@ -71,11 +72,11 @@ REPORT = """
 
 
 @pytest.mark.parametrize("value", [None, "off"])
-def test_gate_off_loads_the_gate_file_only_and_changes_nothing(value):
+def test_gate_off_loads_the_gate_only_and_changes_nothing(value):
     environment = {} if value is None else {GATE: value}
     report = run(textwrap.dedent(ENGINE_CONFIG) + textwrap.dedent(REPORT), **environment)
     assert report == {
-        "modules": ["vllm.plugins.kda_prefill_coalescing"],
+        "modules": ["vllm.kda_prefill_variables", "vllm.plugins.kda_prefill_coalescing"],
         "stock_config": "VllmConfig.try_verify_and_update_config",
         "stock_align": True,
         "model": "vllm.models.glm5next",
@@ -84,20 +85,22 @@ def test_gate_off_loads_the_gate_file_only_and_changes_nothing(value):
     }
 
 
-def test_the_gate_file_imports_nothing_but_the_standard_library():
+def test_the_gate_imports_only_its_names():
     code = """
-    import json, sys
-    before = set(sys.modules)
+    import json, sys, types
     import importlib.util, pathlib, kda_prefill_finder
-    path = pathlib.Path(kda_prefill_finder.__file__).parents[1] / "vllm/plugins/kda_prefill_coalescing/__init__.py"
-    spec = importlib.util.spec_from_file_location("gate", path)
+    overlay = pathlib.Path(kda_prefill_finder.__file__).parents[1] / "vllm"
+    # A package of this fork's files alone: an import of stock vLLM would fail.
+    sys.modules["vllm"] = types.ModuleType("vllm")
+    sys.modules["vllm"].__path__ = [str(overlay)]
+    spec = importlib.util.spec_from_file_location("gate", overlay / "plugins/kda_prefill_coalescing/__init__.py")
     module = importlib.util.module_from_spec(spec)
     known = set(sys.modules)
     spec.loader.exec_module(module)
     module.register()
     print(json.dumps(sorted(set(sys.modules) - known)))
     """
-    assert run(code) == []
+    assert run(code) == ["vllm.kda_prefill_variables"]
 
 
 def test_gate_on_binds_every_patch_once():

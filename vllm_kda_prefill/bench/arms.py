@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from vllm_kda_prefill.bench.errors import BenchError
 
+# As in `vllm.kda_prefill_variables`, which only a process that has seconds to start vLLM can import. A test compares.
 GATE = "VLLM_B12X_KDA_PREFILL_COALESCING"
 RETENTION = "VLLM_B12X_KDA_PREFILL_RETENTION"
 LOG_LIMIT = "VLLM_B12X_KDA_PREFILL_COALESCING_LOG_LIMIT"

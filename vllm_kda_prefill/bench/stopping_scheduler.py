@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from vllm.v1.core.coalescing_kv_cache_manager import lookup_grid
+from vllm.v1.core.lookup_grid import lookup_grid
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.state_retention import Retention
@@ -26,7 +26,7 @@ class StoppingScheduler(Scheduler):
         # Set here, since the size of a scheduler block is known here: with DCP it is a block times its ranks.
         every_end = replace(kv_cache_config, prefix_cache_retention_interval=block_size)
         super().__init__(kv_cache_config=every_end, block_size=block_size, **kwargs)
-        self._retention = Retention(lookup_grid(self.kv_cache_manager))
+        self._retention = Retention(lookup_grid(self.kv_cache_manager.coordinator))
 
     def _mamba_block_aligned_split(
         self,

@@ -59,8 +59,7 @@ def plan(
     )
     check("--budget", budget, budget > mtp, f"give at least {mtp + 1} tokens, one more than --mtp")
     check("--cached", cached, 0 <= cached < prompt, f"give 0 to {prompt - 1} tokens, less than --prompt")
-    if model is not None:
-        check_model(model, mtp)
+    check_model(model, mtp)
 
     def run() -> PlanReport:
         from vllm_kda_prefill.plan.report import UnreachableHitError, make_report

@@ -15,6 +15,7 @@ import torch
 
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
+from vllm.kda_prefill_variables import GATE
 from vllm.logger import init_logger
 from vllm.model_executor.layers.dcp_topk_merge import merge
 from vllm.model_executor.layers.mamba.checkpoint import MambaPrefillCheckpointMetadata
@@ -69,7 +70,7 @@ class CoalescedLinearAttention(Glm5NextLinearAttention):
         )
         if provider is None:
             raise RuntimeError(
-                f"KDA prefill backend {backend!r} exports no states; unset VLLM_B12X_KDA_PREFILL_COALESCING or choose "
+                f"KDA prefill backend {backend!r} exports no states; unset {GATE} or choose "
                 'a backend that does, as in --additional-config \'{"kda_prefill_backend": "flashkda"}\''
             )
         layer.__class__ = cls

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate. vLLM loads it in every process; everything else of this fork loads only if a setting asks for it."""
+"""The gate. vLLM loads it in every process. Before a setting asks for more, only it and the variables' names load."""
 
 import os
 
-GATE = "VLLM_B12X_KDA_PREFILL_COALESCING"
-SPLIT_TARGET = "VLLM_GLM53_SPLIT_TARGET_BLOCK_SIZE"
-SPLIT_MAMBA = "VLLM_GLM53_SPLIT_MAMBA_BLOCK_SIZE"
+from vllm.kda_prefill_variables import GATE, SPLIT_MAMBA, SPLIT_TARGET
 
 
 def is_on(value: str | None) -> bool:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 import vllm.envs as envs
+from vllm.kda_prefill_variables import GATE
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.plugins.kda_prefill_coalescing import GATE
+from vllm.plugins.kda_prefill_coalescing.block_layout import MODELS, unmet_by_layout, warn_unless_spans_are_whole
 from vllm.plugins.kda_prefill_coalescing.dcp_check import unmet_by_dcp
-from vllm.plugins.kda_prefill_coalescing.layout_check import unmet_by_layout, warn_unless_spans_are_whole
 from vllm.v1.core.prefill_plan import CHECKPOINT_ALIGNMENT
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-MODELS = ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration")
 SCHEDULER = "vllm.v1.core.sched.coalescing_scheduler.create_scheduler"
 WORKER = "vllm.v1.worker.coalescing_worker.CoalescingWorker"
 BACKEND = '"kda_prefill_backend" in --additional-config'
@@ -136,8 +135,8 @@ def _unmet_by_kernel(vllm_config: VllmConfig) -> Iterator[str]:
     }
     reason = unsupported(backend, **layer)
     if reason:
-        way_out = WITHOUT_BACKEND if not unsupported("auto", **layer) else f"serve it with {GATE}=0"
-        yield f"the KDA prefill backend {backend} exports no states here ({reason}): {way_out}"
+        hint = WITHOUT_BACKEND if not unsupported("auto", **layer) else f"serve it with {GATE}=0"
+        yield f"the KDA prefill backend {backend} exports no states here ({reason}): {hint}"
 
 
 def check(vllm_config: VllmConfig) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.plugins.kda_prefill_coalescing import config_check, settings, split_layout
+from vllm.plugins.kda_prefill_coalescing import block_layout, config_check, settings
 from vllm.plugins.kda_prefill_coalescing.upstream_sources import check_upstream
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Patch:
 def _register_models() -> None:
     from vllm.model_executor.models.registry import ModelRegistry
 
-    for architecture in config_check.MODELS:
+    for architecture in block_layout.MODELS:
         ModelRegistry.register_model(architecture, f"vllm.models.glm5next.coalesced:Coalesced{architecture}")
 
 
@@ -98,14 +98,14 @@ PATCHES = (
     Patch(
         name="split layout",
         how="rebinds Platform._align_hybrid_block_size, calling it where the settings do not apply",
-        why="attention and recurrent pages keep their own size; with the gate on, final pages that are too coarse "
+        why="attention and recurrent blocks keep their own size; with the gate on, final blocks that are too coarse "
         "for 8K spans are refused",
-        goes_when="vLLM lets a hybrid model's page sizes differ",
+        goes_when="vLLM lets a hybrid model's block sizes differ",
         upstream={
             "vllm.platforms.interface:Platform._align_hybrid_block_size": "e71decc57e98f69b",
             "vllm.platforms.interface:Platform.update_block_size_for_backend": "9d18d1460b86a022",
         },
-        bind=split_layout.rebind,
+        bind=block_layout.rebind,
         always=True,
     ),
     Patch(
@@ -135,8 +135,8 @@ PATCHES = (
     Patch(
         name="KV cache manager",
         how="the scheduler's own KVCacheManager takes on a subclass after it is built",
-        why="grants exports their pages, and makes a request wait that would copy an unwritten attention block",
-        goes_when="the faults in docs/upstream.md are fixed and stock grants more than one checkpoint page",
+        why="grants exports their blocks, and makes a request wait that would copy an unwritten attention block",
+        goes_when="the faults in docs/upstream.md are fixed and stock grants more than one checkpoint block",
         upstream={
             "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": "8c60d937fd9eb0c8",
             "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.get_num_blocks_to_allocate": "4500949e3f03d550",

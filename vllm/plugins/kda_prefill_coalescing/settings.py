@@ -8,12 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import vllm.envs as envs
-from vllm.plugins.kda_prefill_coalescing import GATE, SPLIT_MAMBA, SPLIT_TARGET, is_on
-from vllm.plugins.kda_prefill_coalescing.split_settings import read_size, split_settings
+from vllm.kda_prefill_variables import GATE, LOG_LIMIT, RETENTION, SPLIT_MAMBA, SPLIT_TARGET
+from vllm.plugins.kda_prefill_coalescing import is_on
+from vllm.plugins.kda_prefill_coalescing.block_layout import read_settings, read_size
 from vllm.v1.core.state_retention import POLICIES
-
-RETENTION = "VLLM_B12X_KDA_PREFILL_RETENTION"
-LOG_LIMIT = "VLLM_B12X_KDA_PREFILL_COALESCING_LOG_LIMIT"
 
 
 def _coalescing() -> bool:
@@ -52,4 +50,4 @@ def register() -> None:
     for name, read in SETTINGS.items():
         envs.environment_variables.setdefault(name, read)
         read()
-    split_settings()
+    read_settings()

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import vllm
-from vllm.plugins.kda_prefill_coalescing import GATE, SPLIT_MAMBA, SPLIT_TARGET
+from vllm.kda_prefill_variables import GATE, SPLIT_MAMBA, SPLIT_TARGET
 
 VLLM_VERSION = "0.33.0"
 VARIABLES = f"{GATE}, {SPLIT_TARGET} and {SPLIT_MAMBA}"

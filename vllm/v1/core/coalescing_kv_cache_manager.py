@@ -10,7 +10,6 @@ changes a block table, and never decides whether a request runs.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
@@ -23,6 +22,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_group_id,
     make_block_hash_with_group_id,
 )
+from vllm.v1.core.lookup_grid import cacheable_managers, lookup_grid
 from vllm.v1.core.second_class_share import Reach, SecondClassShare, entries
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
 from vllm.v1.core.state_retention import LookupGrid, WantedState
@@ -45,31 +45,6 @@ class AttentionReach(NamedTuple):
 
     cached: int
     remembered: int
-
-
-def cacheable_managers(
-    manager: KVCacheManager,
-) -> tuple[tuple[MambaManager, ...], tuple[SingleTypeKVCacheManager, ...]]:
-    """The Mamba groups of a KV cache, and its other groups that have prefix-cache entries."""
-    managers = manager.coordinator.single_type_managers
-    mamba = tuple(m for m in managers if isinstance(m, MambaManager))
-    attention = tuple(m for m in managers if not isinstance(m, MambaManager) and m.kv_cache_spec.prefix_cacheable)
-    return mamba, attention
-
-
-def lookup_grid(manager: KVCacheManager) -> LookupGrid:
-    """Where lookups of a KV cache can resume."""
-    mamba, attention = cacheable_managers(manager)
-    (mamba_block,) = {m.block_size for m in mamba}
-    (hit_alignment,) = {m.cache_hit_alignment_tokens for m in mamba}
-    return LookupGrid(
-        mamba_block=mamba_block,
-        attention_block=math.lcm(*(m.block_size for m in attention)),
-        hit_alignment=hit_alignment,
-        scheduler_block=manager.coordinator.scheduler_block_size,
-        hash_lookahead=manager.block_pool.num_hash_lookahead_tokens,
-        drop_block=bool(manager.coordinator.drop_eagle_group_ids),
-    )
 
 
 def _columns_to_come(manager: SingleTypeKVCacheManager, request: Request, num_tokens: int, more: int = 0) -> int:
@@ -98,9 +73,9 @@ class CoalescingKVCacheManager(KVCacheManager):
         assert type(manager) is KVCacheManager, f"cannot adopt a {type(manager).__name__}"
         manager.__class__ = cls
         adopted = cast(CoalescingKVCacheManager, manager)
-        adopted.mamba_managers, adopted.attention_managers = cacheable_managers(adopted)
+        adopted.mamba_managers, adopted.attention_managers = cacheable_managers(adopted.coordinator)
         adopted.free_queue = TieredFreeQueue.install(adopted.block_pool)
-        adopted.grid = lookup_grid(adopted)
+        adopted.grid = lookup_grid(adopted.coordinator)
         adopted._exported = {}
         adopted.share = SecondClassShare(
             len(adopted.block_pool.blocks), len(adopted.mamba_managers), adopted.grid.mamba_block

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import vllm.envs as envs
+from vllm.kda_prefill_variables import GATE
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def plans_of(scheduler_output: SchedulerOutput) -> dict[str, PrefillPlan]:
     if plans is None:
         raise PlanMismatchError(
             "the scheduler output carries no KDA prefill plans: the engine core runs without this fork's scheduler",
-            "set VLLM_B12X_KDA_PREFILL_COALESCING alike in every process",
+            f"set {GATE} alike in every process",
         )
     if not isinstance(plans, dict):
         raise PlanMismatchError(f"the scheduler output's KDA prefill plans are {plans!r}, not a dict of plans")

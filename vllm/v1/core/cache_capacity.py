@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a KV cache of given page sizes costs: vLLM's own grouping and packing, read off and added up.
+"""What a KV cache of given block sizes holds: vLLM's own grouping and packing, read off and added up.
 
-Needs the model's layers (or stand-ins that answer for their cache specs) in the configuration, no memory and no
-device: a layout is the same at any memory but for the number of its blocks.
+The configuration needs the model's layers, or stubs that answer for their cache specs. No memory and no device is
+needed: only the number of blocks depends on memory.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from vllm.v1.core.split_layout_planning import PageSizes
+from vllm.v1.core.block_sizes import BlockSizes
 from vllm.v1.core.state_retention import LookupGrid
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec, iter_layer_specs
 
@@ -25,14 +24,14 @@ Kind = Literal["attention", "recurrent", "scratch"]
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers that share a block table: a block of the pool holds one page of each.
+    """Layers that share a block table: a block of the pool holds a part for each.
 
     Attributes:
-        kind: Pages for every token, pages for states, or one page a request that no lookup sees.
+        kind: Blocks for every token, blocks for states, or one block a request that no lookup sees.
         layers: How many layers.
         block_tokens: Tokens of a block on one rank.
         ranks: Context-parallel ranks that tokens are spread over.
-        page_bytes: Bytes of the group's pages in one block, with what stock pads them to.
+        padded_bytes: Bytes of one block that the group's layers take, with what stock pads each to.
         content_bytes: Bytes of these that hold something.
     """
 
@@ -40,7 +39,7 @@ class CacheGroup:
     layers: int
     block_tokens: int
     ranks: int
-    page_bytes: int
+    padded_bytes: int
     content_bytes: int
 
     @property
@@ -54,14 +53,14 @@ class CacheLayout:
     """How one rank's KV cache is cut up.
 
     Attributes:
-        sizes: Tokens of an attention page on one rank, and of a recurrent one.
+        sizes: Tokens of an attention block on one rank, and of a recurrent one.
         block_bytes: Bytes of one block of the pool, whichever group uses it.
         groups: Every group, each drawing blocks from the one pool.
         grid: Where a prefix-cache lookup can resume.
         request_blocks: Tokens of a request -> blocks it needs, for the lengths that were asked for.
     """
 
-    sizes: PageSizes
+    sizes: BlockSizes
     block_bytes: int
     groups: tuple[CacheGroup, ...]
     grid: LookupGrid
@@ -103,15 +102,15 @@ class CacheLayout:
 
 
 def measure(vllm_config: VllmConfig, lengths: tuple[int, ...] = (), block_outermost: bool = False) -> CacheLayout:
-    """The layout that vLLM makes of the page sizes in `vllm_config`.
+    """The layout that vLLM makes of the block sizes in `vllm_config`.
 
     Args:
-        vllm_config: With its layers, and with the page sizes to measure.
+        vllm_config: With its layers, and with the block sizes to measure.
         lengths: Request lengths to count blocks for; the longest request's is counted anyhow.
-        block_outermost: Whether to insist on an order of dimensions that serves pages of different sizes.
+        block_outermost: Whether to insist on an order of dimensions that serves blocks of different sizes.
 
     Raises:
-        ValueError: vLLM has no layout for these page sizes.
+        ValueError: vLLM has no layout for these block sizes.
         NotImplementedError: The same.
     """
     # Here, not above: the gate's modules import this one before a worker exists.
@@ -128,10 +127,10 @@ def measure(vllm_config: VllmConfig, lengths: tuple[int, ...] = (), block_outerm
     (attention,) = {group.block_tokens for group in described if group.kind == "attention"}
     (mamba,) = {group.block_tokens for group in described if group.kind == "recurrent"}
     return CacheLayout(
-        sizes=PageSizes(attention, mamba),
+        sizes=BlockSizes(attention, mamba),
         block_bytes=block_bytes,
         groups=described,
-        grid=lookup_grid(vllm_config, groups, described),
+        grid=layout_grid(vllm_config, groups),
         request_blocks={length: request_blocks(vllm_config, groups, length) for length in lengths},
     )
 
@@ -145,28 +144,30 @@ def cache_groups(vllm_config: VllmConfig, block_outermost: bool = False) -> list
         return get_global_kv_cache_groups(vllm_config, [get_kv_cache_spec(vllm_config)])
 
 
-def lookup_grid(
-    vllm_config: VllmConfig, groups: list[KVCacheGroupSpec], described: tuple[CacheGroup, ...]
-) -> LookupGrid:
-    """Where vLLM's prefix-cache lookup can resume with these groups."""
-    from vllm.v1.core.kv_cache_utils import (
-        generate_scheduler_kv_cache_config,
-        resolve_cache_hit_alignment_tokens,
-        resolve_kv_cache_block_sizes,
-    )
+def layout_grid(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> LookupGrid:
+    """Where vLLM's prefix-cache lookup can resume with these groups: what a scheduler's own coordinator says."""
+    from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
+    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, resolve_kv_cache_block_sizes
+    from vllm.v1.core.lookup_grid import lookup_grid
 
     config = generate_scheduler_kv_cache_config([KVCacheConfig(1, [], groups)])
     scheduler_block, hash_block = resolve_kv_cache_block_sizes(config, vllm_config)
     speculative, lookahead = vllm_config.speculative_config, vllm_config.num_hash_lookahead_tokens
-    return LookupGrid(
-        mamba_block=math.lcm(*(group.block_tokens for group in described if group.kind == "recurrent")),
-        attention_block=math.lcm(*(group.tokens for group in described if group.kind == "attention")),
-        hit_alignment=resolve_cache_hit_alignment_tokens(config, vllm_config, scheduler_block, hash_block),
-        scheduler_block=scheduler_block,
-        hash_lookahead=lookahead,
+    coordinator = get_kv_cache_coordinator(
+        config,
+        max_model_len=vllm_config.model_config.max_model_len,
+        max_in_flight_tokens=vllm_config.max_in_flight_tokens,
         # Hashes that look ahead make the drop needless.
-        drop_block=speculative is not None and speculative.use_eagle_block_drop() and not lookahead,
+        use_eagle=speculative is not None and speculative.use_eagle_block_drop() and not lookahead,
+        enable_caching=True,
+        enable_kv_cache_events=False,
+        dcp_world_size=vllm_config.parallel_config.decode_context_parallel_size,
+        pcp_world_size=1,
+        scheduler_block_size=scheduler_block,
+        hash_block_size=hash_block,
+        num_hash_lookahead_tokens=lookahead,
     )
+    return lookup_grid(coordinator)
 
 
 @contextmanager
@@ -185,7 +186,7 @@ def resolved_layout(vllm_config: VllmConfig, block_outermost: bool = False) -> I
         indifferent = all(backend.supported_kv_cache_layouts() is None for backend in backends)
         supported = [layout for layout in (KVCacheLayout if indifferent else supported) if layout.is_block_outermost]
         if not supported:
-            raise ValueError("this model's attention kernels take no pages of different sizes")
+            raise ValueError("this model's attention kernels take no blocks of different sizes")
     specs = get_kv_cache_spec(vllm_config)
     resolve_kv_cache_layout(vllm_config, [[layout.name for layout in supported]], specs.values())
     try:
@@ -195,8 +196,8 @@ def resolved_layout(vllm_config: VllmConfig, block_outermost: bool = False) -> I
 
 
 @contextmanager
-def page_sizes(vllm_config: VllmConfig, sizes: PageSizes) -> Iterator[None]:
-    """Try page sizes out: the configuration has them inside the `with`, and what it had before afterwards."""
+def block_sizes(vllm_config: VllmConfig, sizes: BlockSizes) -> Iterator[None]:
+    """Try block sizes out: the configuration has them inside the `with`, and what it had before afterwards."""
     cache = vllm_config.cache_config
     before = cache.block_size, cache.mamba_block_size, cache.mamba_page_size_padded
     cache.block_size, cache.mamba_block_size, cache.mamba_page_size_padded = *sizes, None
@@ -206,10 +207,10 @@ def page_sizes(vllm_config: VllmConfig, sizes: PageSizes) -> Iterator[None]:
         cache.block_size, cache.mamba_block_size, cache.mamba_page_size_padded = before
 
 
-def tokens_per_gib(vllm_config: VllmConfig, sizes: PageSizes) -> int:
+def tokens_per_gib(vllm_config: VllmConfig, sizes: BlockSizes) -> int:
     """Tokens of cache that `sizes` would serve with a GiB on each rank, for requests of the longest length."""
     longest = vllm_config.model_config.max_model_len
-    with page_sizes(vllm_config, sizes):
+    with block_sizes(vllm_config, sizes):
         layout = measure(vllm_config)
     return int(2**30 / (layout.block_bytes * layout.request_blocks[longest]) * longest)
 
@@ -236,7 +237,7 @@ def _describe(group: KVCacheGroupSpec, ranks: int) -> CacheGroup:
         layers=len(group.layer_names),
         block_tokens=spec.block_size,
         ranks=ranks if spec.dcp_sharded else 1,
-        page_bytes=copies * sum(layer.page_size_bytes for layer in layer_specs),
+        padded_bytes=copies * sum(layer.page_size_bytes for layer in layer_specs),
         content_bytes=copies * sum(_content_bytes(layer) for layer in layer_specs),
     )
 

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kda_prefill.cache_report import GLM, LENGTHS, CacheReport, ladder
+from vllm_kda_prefill.layout.report import GLM, LENGTHS, CacheReport, ladder
 
 if TYPE_CHECKING:
-    from vllm.v1.core.hybrid_cache_layout import CacheGroup, CacheLayout
+    from vllm.v1.core.cache_capacity import CacheGroup, CacheLayout
 
 MIB = 2**20
 
 
 def print_layouts(report: CacheReport) -> None:
-    """Every layout in a column: pages and groups, padding, capacity, and what retained states cost."""
+    """Every layout in a column: blocks and groups, padding, capacity, and what retained states cost."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 120
     shape = report.shape
     console.print(
-        f"[bold]{shape.model.resolve().name}[/]: TP{shape.tp}, DCP{shape.dcp}, {shape.mtp} draft tokens, KV cache "
+        f"[bold]{shape.name}[/]: TP{shape.tp}, DCP{shape.dcp}, {shape.mtp} draft tokens, KV cache "
         f"{shape.kv_cache_dtype}, {report.memory / 2**30:,.2f} GiB a rank"
     )
     table = Table()
@@ -33,7 +33,7 @@ def print_layouts(report: CacheReport) -> None:
     for name in report.layouts:
         split = "" if name == "stock" else "split "
         table.add_column(f"{split}{name}" + ("\n(auto)" if name == report.auto else ""), justify="right")
-    for section in (_pages(), _capacity(report), _states()):
+    for section in (_blocks(), _capacity(report), _states()):
         for title, cell in section.items():
             table.add_row(title, *(cell(layout) for layout in report.layouts.values()))
         table.add_section()
@@ -46,10 +46,10 @@ def print_layouts(report: CacheReport) -> None:
 Row = Callable[["CacheLayout"], str]
 
 
-def _pages() -> dict[str, Row]:
+def _blocks() -> dict[str, Row]:
     return {
-        "attention page, tokens": lambda layout: f"{layout.sizes.target:,}",
-        "recurrent page, tokens": lambda layout: f"{layout.sizes.mamba:,}",
+        "attention block, tokens": lambda layout: f"{layout.sizes.attention:,}",
+        "recurrent block, tokens": lambda layout: f"{layout.sizes.mamba:,}",
         "lookup, scheduler block, tokens": lambda layout: (
             f"{layout.grid.hit_alignment:,}, {layout.grid.scheduler_block:,}"
         ),

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_kda_prefill.console import check, check_model, quietly
+
 if TYPE_CHECKING:
-    from vllm_kda_prefill.cache_report import CacheReport
+    from vllm_kda_prefill.layout.report import CacheReport
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -29,23 +31,24 @@ def read_memory(text: str) -> int:
 
 
 def layout(
-    model: Annotated[Path, typer.Option(help="Folder of a hybrid model's config.json.")],
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a hybrid model's config.json; default the GLM-5.3-Flash shapes.")
+    ] = None,
     tp: Annotated[int, typer.Option(help="Tensor parallel ranks.", min=1)] = 1,
     dcp: Annotated[int, typer.Option(help="Decode context parallel ranks; divides --tp.", min=1)] = 1,
     mtp: Annotated[int, typer.Option(help="Draft tokens of multi-token prediction (GLM-5.3-Flash).", min=0)] = 0,
     kv_cache_dtype: Annotated[str, typer.Option(help="As vLLM's option of this name.")] = "auto",
     memory: Annotated[str, typer.Option(help="KV cache memory of one rank.")] = "24GiB",
     max_model_len: Annotated[int | None, typer.Option(help="As vLLM's option of this name.", min=1)] = None,
-    target: Annotated[int | None, typer.Option(help="Tokens of an attention page, with --mamba.", min=1)] = None,
-    mamba: Annotated[int | None, typer.Option(help="Tokens of a recurrent page, with --target.", min=1)] = None,
+    target: Annotated[int | None, typer.Option(help="Tokens of an attention block, with --mamba.", min=1)] = None,
+    mamba: Annotated[int | None, typer.Option(help="Tokens of a recurrent block, with --target.", min=1)] = None,
     capability: Annotated[int, typer.Option(help="Major compute capability of the GPU: 9, 10 or 12.")] = 9,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's log.")] = False,
 ) -> None:
-    """Show how vLLM cuts up the KV cache: pages, padding, tokens, requests, and what retained states cost."""
-    from vllm_kda_prefill.console import check, quietly
+    """Show how vLLM cuts up the KV cache: blocks, padding, tokens, requests, and what retained states cost."""
 
-    check("--model", str(model), (model / "config.json").is_file(), "name a folder with a config.json in it")
+    check_model(model, mtp, glm_only=False)
     check("--dcp", dcp, tp % dcp == 0, f"give a divisor of --tp, {tp}")
     check("--capability", capability, capability in (9, 10, 12), "give 9, 10 or 12")
     check("--target", target, (target is None) == (mamba is None), "give --target and --mamba together")
@@ -53,15 +56,15 @@ def layout(
     check("--memory", memory, size > 0, "give more than nothing")
 
     def run() -> CacheReport:
-        from vllm_kda_prefill.cache_report import EngineShape, PageSizes, make_report
+        from vllm_kda_prefill.layout.report import BlockSizes, EngineShape, make_report
 
         shape = EngineShape(model, tp, dcp, mtp, kv_cache_dtype, max_model_len, capability)
-        return make_report(shape, size, PageSizes(target, mamba) if target and mamba else None)
+        return make_report(shape, size, BlockSizes(target, mamba) if target and mamba else None)
 
     report = quietly(run, verbose)
     if as_json:
         print(json.dumps(report.as_json()))
     else:
-        from vllm_kda_prefill.layout_table import print_layouts
+        from vllm_kda_prefill.layout.table import print_layouts
 
         print_layouts(report)

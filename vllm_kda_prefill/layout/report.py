@@ -3,26 +3,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_kda_prefill.layer_stubs import GLM, add_layers, as_gpu, register  # isort: skip  (the platform first)
 
-from vllm.config import (
-    CacheConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-    VllmConfig,
-)
+from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
 from vllm.platforms import current_platform
-from vllm.plugins.kda_prefill_coalescing.split_layout import kernel_unit
-from vllm.v1.core.hybrid_cache_layout import CacheGroup, CacheLayout, measure, page_sizes
-from vllm.v1.core.split_layout_planning import PageSizes, candidates
+from vllm.plugins.kda_prefill_coalescing.block_layout import kernel_unit, refuse
+from vllm.v1.core.block_sizes import BlockSettings, BlockSizes, candidates
+from vllm.v1.core.cache_capacity import CacheGroup, CacheLayout, block_sizes, measure
 from vllm.v1.core.state_retention import Retention
+from vllm_kda_prefill.model_config import GLM_NAME, architecture, make_configs
 
 LENGTHS = (8192, 32768, 131072)
 """Request lengths, and prompt lengths of a ladder, that a report is about."""
@@ -33,7 +26,7 @@ class EngineShape:
     """What decides an engine's KV cache, besides memory.
 
     Attributes:
-        model: Folder of a config.json.
+        model: Folder of a config.json; None for GLM-5.3-Flash's shapes.
         tp: Tensor parallel ranks.
         dcp: Decode context parallel ranks.
         mtp: Draft tokens of multi-token prediction, 0 for none.
@@ -42,7 +35,7 @@ class EngineShape:
         capability: Major compute capability of the GPU.
     """
 
-    model: Path
+    model: Path | None = None
     tp: int = 1
     dcp: int = 1
     mtp: int = 0
@@ -57,13 +50,15 @@ class EngineShape:
         Raises:
             ValueError: Its config.json names none.
         """
-        names = json.loads((self.model / "config.json").read_text()).get("architectures")
-        if not names:
-            raise ValueError("its config.json names no architecture")
-        return names[0]
+        return architecture(self.model)
+
+    @property
+    def name(self) -> str:
+        """What a report calls the model."""
+        return GLM_NAME if self.model is None else self.model.resolve().name
 
     def vllm_config(self) -> VllmConfig:
-        """A configuration with the model's layers, its page sizes not aligned yet.
+        """A configuration with the model's layers, its block sizes not aligned yet.
 
         Raises:
             ValueError: vLLM cannot serve this model or these sizes; the message is its own.
@@ -71,14 +66,8 @@ class EngineShape:
         register(self.architecture)
         if self.mtp and self.architecture not in GLM:
             raise ValueError(f"draft layers of {self.architecture} are not known here: give --mtp 0")
-        length: Any = self.max_model_len
-        model = ModelConfig(model=str(self.model), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=length)
-        parallel = ParallelConfig(tensor_parallel_size=self.tp, decode_context_parallel_size=self.dcp)
-        speculative = self.mtp and SpeculativeConfig(
-            method="mtp",
-            num_speculative_tokens=self.mtp,
-            target_model_config=model,
-            target_parallel_config=parallel,
+        model, parallel, speculative = make_configs(
+            self.model, tp=self.tp, dcp=self.dcp, mtp=self.mtp, max_model_len=self.max_model_len
         )
         cache_dtype: Any = self.kv_cache_dtype
         config = VllmConfig(
@@ -94,7 +83,7 @@ class EngineShape:
                 enable_chunked_prefill=True,
             ),
             parallel_config=parallel,
-            speculative_config=speculative or None,
+            speculative_config=speculative,
         )
         add_layers(config, self.capability)
         return config
@@ -119,14 +108,14 @@ class CacheReport:
     auto: str
 
     def as_json(self) -> dict[str, Any]:
-        engine = asdict(self.shape) | {"model": str(self.shape.model), "max_model_len": self.max_model_len}
+        engine = asdict(self.shape) | {"model": str(self.shape.model or GLM_NAME), "max_model_len": self.max_model_len}
         layouts = {name: self._layout_as_json(layout) for name, layout in self.layouts.items()}
         return {"engine": engine, "memory": self.memory, "auto": self.auto, "layouts": layouts}
 
     def _layout_as_json(self, layout: CacheLayout) -> dict[str, Any]:
         return {
-            "attention_page": layout.sizes.target,
-            "recurrent_page": layout.sizes.mamba,
+            "attention_block": layout.sizes.attention,
+            "recurrent_block": layout.sizes.mamba,
             "lookup": layout.grid.hit_alignment,
             "scheduler_block": layout.grid.scheduler_block,
             "block_bytes": layout.block_bytes,
@@ -162,8 +151,8 @@ def ladder(layout: CacheLayout, prompt: int) -> list[int]:
     return list(Retention(layout.grid).checkpoint_positions(prompt))
 
 
-def make_report(shape: EngineShape, memory: int, sizes: PageSizes | None = None) -> CacheReport:
-    """Measure stock's layout, the split of 512-token pages or the given one, and what `auto` would choose.
+def make_report(shape: EngineShape, memory: int, sizes: BlockSizes | None = None) -> CacheReport:
+    """Measure stock's layout, the split of 512-token blocks or the given one, and what `auto` would choose.
 
     Raises:
         ValueError: vLLM cannot serve this model or these sizes, or no split keeps 8K spans coalesced.
@@ -171,25 +160,21 @@ def make_report(shape: EngineShape, memory: int, sizes: PageSizes | None = None)
     with as_gpu(shape.capability):
         config = shape.vllm_config()
         unit = kernel_unit(config, current_platform._find_non_ssm_backends(config))
-        if sizes is not None and (sizes.target % unit or sizes.mamba % sizes.target):
-            raise ValueError(
-                f"pages of {sizes.target}/{sizes.mamba} tokens: this model's attention pages are multiples of {unit}, "
-                "and its recurrent pages multiples of these"
-            )
+        if sizes is not None:
+            refuse(BlockSettings(*sizes).problems(unit, ("--target", "--mamba")))
+        refuse(BlockSettings("auto", "auto").problems(unit))
         pairs = candidates(unit)
-        if not pairs:
-            raise ValueError(f"attention pages are multiples of {unit} tokens, too coarse to split")
-        shown = sizes or (PageSizes(512, 512) if PageSizes(512, 512) in pairs else pairs[0])
+        shown = sizes or (BlockSizes(512, 512) if BlockSizes(512, 512) in pairs else pairs[0])
         split = {pair: _measure_split(config, pair) for pair in dict.fromkeys([*pairs, shown])}
         longest = config.model_config.max_model_len
         # As `auto` does: of equals the finest.
         best = max(pairs, key=lambda pair: split[pair].tokens_of_cache(2**40, longest))
         current_platform.update_block_size_for_backend(config)
         stock = measure(config, LENGTHS)
-    layouts = {"stock": stock} | {f"{pair.target}/{pair.mamba}": split[pair] for pair in (shown, best)}
-    return CacheReport(shape, memory, longest, layouts, f"{best.target}/{best.mamba}")
+    layouts = {"stock": stock} | {str(pair): split[pair] for pair in (shown, best)}
+    return CacheReport(shape, memory, longest, layouts, str(best))
 
 
-def _measure_split(config: VllmConfig, sizes: PageSizes) -> CacheLayout:
-    with page_sizes(config, sizes):
+def _measure_split(config: VllmConfig, sizes: BlockSizes) -> CacheLayout:
+    with block_sizes(config, sizes):
         return measure(config, LENGTHS, block_outermost=True)

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of this fork's environment variables: a file that every part may import, and that imports nothing."""
+
+GATE = "VLLM_B12X_KDA_PREFILL_COALESCING"
+RETENTION = "VLLM_B12X_KDA_PREFILL_RETENTION"
+LOG_LIMIT = "VLLM_B12X_KDA_PREFILL_COALESCING_LOG_LIMIT"
+SPLIT_TARGET = "VLLM_GLM53_SPLIT_TARGET_BLOCK_SIZE"
+SPLIT_MAMBA = "VLLM_GLM53_SPLIT_MAMBA_BLOCK_SIZE"
