@@ -6,8 +6,8 @@ PYTHONS := python3.12 python3 python3.13 python3.11
 PYTHON ?= $(firstword $(foreach python,$(PYTHONS),$(if $(shell $(call usable,$(python)) && echo yes),$(python))))
 usable = $(1) -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null
 
-# Processes that share the tests; 0 runs them in pytest's own.
-WORKERS ?= 0
+# Processes that share the tests; 0 runs them in pytest's own. Each imports vLLM once, so few do better than many.
+WORKERS ?= 2
 # More arguments for pytest, such as ARGS="-k ladder".
 ARGS ?=
 
@@ -31,8 +31,8 @@ venv:  ## Make .venv with stock vLLM, this fork and the test tools
 demo: venv  ## Serve a branching conversation on the CPU, stock and coalesced
 	.venv/bin/kda-prefill demo
 
-test: venv  ## Run the CPU test suite (WORKERS=2 spreads it over processes)
-	$(IN_VENV) pytest -n $(WORKERS) $(ARGS) tests
+test: venv  ## Run the CPU test suite, spread over WORKERS processes
+	$(IN_VENV) pytest -n $(WORKERS) --dist worksteal $(ARGS) tests
 
 soak: venv  ## Random traffic against the toy model for MINUTES (10), with fresh seeds
 	MINUTES=$(or $(MINUTES),10) $(IN_VENV) tests.traffic.soak

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command as a user runs it: a process of its own, its output and its exit status."""
 
+import importlib.metadata
 import json
 import logging
 import os
+import runpy
 import subprocess
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+from vllm_kda_prefill import versions
 from vllm_kda_prefill.cli import main
 
+ROOT = Path(__file__).parents[2]
 KEYS = {
     "prompt",
     "cached",
@@ -26,36 +32,60 @@ KEYS = {
 }
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    code = "from vllm_kda_prefill.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
+@dataclass
+class Done:
+    """How a command ended: its exit status, and what it printed."""
+
+    status: int
+    out: str
+    err: str
+
+
+def run_alone(*arguments: str) -> Done:
+    """Run a command in a Python of its own, as a user does."""
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_kda_prefill", *arguments],
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
         env=os.environ | {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"},
     )
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.fixture
-def plan(monkeypatch, capsys):
-    """`kda-prefill plan --json` in this process, which imports vLLM once for all tests."""
+def run(monkeypatch, capsys):
+    """Runs a command in this process, which imports vLLM once for all tests."""
 
-    def call(*arguments: str) -> dict:
-        monkeypatch.setattr(sys, "argv", ["kda-prefill", "plan", "--json", *arguments])
+    def call(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["kda-prefill", *arguments])
         with pytest.raises(SystemExit) as stop:
             main()
-        assert stop.value.code == 0
-        return json.loads(capsys.readouterr().out)
+        printed = capsys.readouterr()
+        return Done(int(stop.value.code or 0), printed.out, printed.err)
 
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     yield call
     logging.disable(logging.NOTSET)
 
 
-def test_help_imports_neither_torch_nor_vllm():
+@pytest.fixture
+def plan(run):
+    """The report of `kda-prefill plan --json`."""
+
+    def call(*arguments: str) -> dict:
+        done = run("plan", "--json", *arguments)
+        assert done.status == 0, done.err
+        return json.loads(done.out)
+
+    return call
+
+
+@pytest.mark.parametrize("arguments", [("plan", "--help"), ("--version",)])
+def test_what_needs_no_vllm_imports_neither_it_nor_torch(arguments):
     code = (
-        "import sys; sys.argv = ['kda-prefill', 'plan', '--help']\n"
+        f"import sys; sys.argv = ['kda-prefill', *{arguments!r}]\n"
         "from vllm_kda_prefill.cli import main\n"
         "try: main()\n"
         "except SystemExit as stop: assert not stop.code\n"
@@ -63,14 +93,57 @@ def test_help_imports_neither_torch_nor_vllm():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "--mamba-block-size" in done.stdout
 
 
-@pytest.mark.parametrize("command", [[], ["plan"], ["demo"]])
-def test_help_of_each_command(command):
+def test_version_names_vllm_and_the_state_of_the_kernel(run, monkeypatch, tmp_path):
+    out = run("--version").out
+    assert f"vllm {importlib.metadata.version('vllm')}" in out.splitlines()
+    compiler = tmp_path / "bin" / "nvcc"
+    compiler.parent.mkdir()
+    compiler.touch(mode=0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    build = runpy.run_path(str(ROOT / "vllm" / versions.KERNEL_BUILD))
+    if build["installed_library"]() is None:
+        assert f"native kernel: compiled on its first use, by {compiler}" in run("--version").out
+
+
+@pytest.mark.parametrize(
+    ("library", "nvcc", "state"),
+    [
+        ("/x/lib.so", "/x/nvcc", "built ahead of time (/x/lib.so)"),
+        (None, "/x/nvcc", "compiled on its first use, by /x/nvcc"),
+        (None, None, "no nvcc to compile it with; set CUDA_HOME or put nvcc on PATH"),
+    ],
+)
+def test_states_of_the_kernel(monkeypatch, library, nvcc, state):
+    made_up = {"installed_library": lambda: library, "find_nvcc": lambda: nvcc}
+    monkeypatch.setattr(versions.runpy, "run_path", lambda _: made_up)
+    assert versions.kernel_state() == state
+
+
+def test_exit_statuses_are_in_the_help(run):
+    text = " ".join(run("--help").out.split())
+    for status in ("0 done", "1 a wrong answer", "2 a value that cannot be used", "130 interrupted"):
+        assert status in text
+
+
+def test_a_shell_completes_commands_and_options():
+    asked = {"_KDA_PREFILL_COMPLETE": "complete_bash", "COMP_WORDS": "kda-prefill pl", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [Path(sys.executable).with_name("kda-prefill")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | asked,
+    )
+    assert "plan" in done.stdout
+
+
+@pytest.mark.parametrize("command", [[], ["plan"], ["layout"], ["demo"], ["bench"], ["bench", "ab"]])
+def test_help_of_each_command(run, command):
     done = run(*command, "--help")
-    assert done.returncode == 0
-    assert "Usage" in done.stdout
+    assert done.status == 0
+    assert "Usage" in done.out
 
 
 def test_report_of_the_original_layout(plan):
@@ -125,20 +198,25 @@ def test_other_page_sizes_and_shapes(plan, tmp_path):
 
 
 def test_table_names_what_matters():
-    done = run("plan", "--dcp", "4", "--policy", "replay")
-    assert done.returncode == 0
-    assert done.stderr == ""
-    assert "[0, 8,192)" in done.stdout
-    assert "7,168*" in done.stdout
-    assert "stock needs 4 passes" in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    done = run_alone("plan", "--dcp", "4", "--policy", "replay")
+    assert done.status == 0
+    assert done.err == ""
+    assert "[0, 8,192)" in done.out
+    assert "7,168*" in done.out
+    assert "stock needs 4 passes" in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
     ("arguments", "named", "hint"),
     [
         (["plan", "--prompt", "0"], "--prompt 0", "1 to 262143"),
-        (["plan", "--prompt", "many"], "--prompt many", "whole number"),
+        (["plan", "--prompt", "many"], "--prompt many", "give a whole number"),
+        (["plan", "--budget", "1.5"], "--budget 1.5", "give a whole number"),
+        (["bench", "reuse", "--traces", "0"], "--traces 0", "give at least 1"),
+        (["bench", "growth", "--mtp", "9"], "--mtp 9", "give at most 8"),
+        (["bench", "reuse", "--branching", "2"], "--branching 2", "numbers from 0 to 1"),
+        (["demo", "--dcp", "x"], "--dcp x", "kda-prefill demo --help"),
         (["plan", "--dcp", "3"], "--dcp 3", "1, 2, 4 or 8"),
         (["plan", "--mtp", "-1"], "--mtp -1", "0 to 8"),
         (["plan", "--block-size", "24"], "--block-size 24", "multiple of 16"),
@@ -154,11 +232,11 @@ def test_table_names_what_matters():
         (["plan", "--nonsense"], "--nonsense", "--help"),
     ],
 )
-def test_bad_value_is_one_line_and_status_2(arguments, named, hint):
+def test_bad_value_is_one_line_and_status_2(run, arguments, named, hint):
     done = run(*arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+    assert done.status == 2
+    assert done.out == ""
+    (line,) = done.err.splitlines()
     assert line.startswith("error: ")
     assert named in line
     assert hint in line
@@ -176,35 +254,24 @@ def test_bad_value_is_one_line_and_status_2(arguments, named, hint):
         '{"architectures": ["Glm5NextForCausalLM"], "model_type": "m", "num_nextn_predict_layers": "x"}',
     ],
 )
-def test_unfit_model_is_one_line(tmp_path, text):
+def test_unfit_model_is_one_line(run, tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     done = run("plan", "--model", str(tmp_path))
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    assert done.status == 2
+    (line,) = done.err.splitlines()
     assert "GLM5Next" in line
 
 
-def test_drafts_need_a_draft_layer(tmp_path):
+def test_drafts_need_a_draft_layer(run, tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["Glm5NextForCausalLM"], "model_type": "glm5_next_text"}')
     done = run("plan", "--mtp", "2", "--model", str(tmp_path))
-    assert done.returncode == 2
-    assert "--mtp 2" in done.stderr
-    assert "--mtp 0" in done.stderr
+    assert done.status == 2
+    assert "--mtp 2" in done.err
+    assert "--mtp 0" in done.err
 
 
-def test_a_picture_needs_a_file(tmp_path):
+def test_a_picture_needs_a_file(run, tmp_path):
     (tmp_path / "dir.png").mkdir()
     done = run("demo", "--plot", str(tmp_path / "dir.png"))
-    assert done.returncode == 2
-    assert "it is a folder; name a file" in done.stderr
-
-
-def test_demo_draws_and_checks_every_answer(tmp_path):
-    picture = tmp_path / "demo.png"
-    done = run("demo", "--json", "--plot", str(picture))
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result["all_equal"] is True
-    assert [turn["passes"] for turn in result["coalesced"]] == [1] * 7
-    assert sum(turn["passes"] for turn in result["stock"]) == 11
-    assert 10_000 < picture.stat().st_size < 200_000
+    assert done.status == 2
+    assert "it is a folder; name a file" in done.err

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's conversation: what is reused, in how many passes, and that every answer is right."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from vllm_kda_prefill.demo.conversation import TOLERANCE, TURNS, Conversation, Turn
@@ -9,38 +13,56 @@ from vllm_kda_prefill.toymodel.blocks import Blocks
 
 
 @pytest.fixture(scope="module")
-def records():
-    conversation = Conversation()
-    assert len(list(conversation.play())) == conversation.steps
-    return conversation.records
+def picture(tmp_path_factory):
+    return tmp_path_factory.mktemp("demo") / "demo.png"
+
+
+@pytest.fixture(scope="module")
+def demo(picture):
+    """What `kda-prefill demo` says of its run, which all tests of it share."""
+    command = [sys.executable, "-m", "vllm_kda_prefill", "demo", "--json", "--plot", str(picture)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def column(demo, arm, name):
+    return [turn[name] for turn in demo[arm]]
 
 
 @pytest.mark.parametrize("arm", ["stock", "coalesced"])
-def test_every_answer_equals_an_uncached_run(records, arm):
-    assert [record.turn for record in records[arm]] == list(TURNS)
-    assert all(record.difference < TOLERANCE for record in records[arm])
+def test_every_answer_equals_an_uncached_run(demo, arm):
+    assert column(demo, arm, "turn") == [turn.name for turn in TURNS]
+    assert all(difference < TOLERANCE for difference in column(demo, arm, "difference"))
+    assert demo["all_equal"] is True
 
 
-def test_follow_ups_resume_at_the_rung_below_where_they_leave(records):
-    assert [record.cached for record in records["coalesced"]] == [0, 7680, 7168, 6144, 4096, 7680, 7680]
-    assert [record.cached for record in records["stock"]] == [0, 7680, 0, 0, 0, 7680, 7680]
+def test_follow_ups_resume_at_the_state_below_where_they_leave(demo):
+    assert column(demo, "coalesced", "cached") == [0, 7680, 7168, 6144, 4096, 7680, 7680]
+    assert column(demo, "stock", "cached") == [0, 7680, 0, 0, 0, 7680, 7680]
 
 
-def test_every_prompt_is_one_pass(records):
-    assert [record.passes for record in records["coalesced"]] == [1] * len(TURNS)
-    assert [record.passes for record in records["stock"]] == [1, 1, 2, 2, 2, 1, 2]
+def test_every_prompt_is_one_pass(demo):
+    assert column(demo, "coalesced", "passes") == [1] * len(TURNS)
+    assert column(demo, "stock", "passes") == [1, 1, 2, 2, 2, 1, 2]
 
 
-def test_one_query_retains_four_states(records):
-    first = records["coalesced"][0]
-    assert first.spans[0].checkpoints == first.retained == (4096, 6144, 7168, 7680)
-    assert records["stock"][0].retained == (7680,)
+def test_one_query_retains_four_states(demo):
+    first = demo["coalesced"][0]
+    assert first["spans"][0]["checkpoints"] == first["retained"] == [4096, 6144, 7168, 7680]
+    assert demo["stock"][0]["retained"] == [7680]
+
+
+def test_the_picture_is_drawn(demo, picture):
+    assert 10_000 < picture.stat().st_size < 200_000
 
 
 @pytest.mark.parametrize("dcp", [2, 4])
 def test_answers_are_right_on_wider_attention_blocks(dcp):
     conversation = Conversation(Layout(dcp=dcp, mtp=3, num_blocks=400, mamba_groups=2), turns=TURNS[:4])
-    assert all(record.difference < TOLERANCE for _, record in conversation.play())
+    played = list(conversation.play())
+    assert len(played) == conversation.steps
+    assert all(record.difference < TOLERANCE for _, record in played)
 
 
 # A wrong state must be seen. Each plant spoils what the first turn leaves for the second.
