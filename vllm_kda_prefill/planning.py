@@ -212,7 +212,7 @@ class Engine:
             hash_block_size=hash_block,
             log_stats=True,
         )
-        if isinstance(scheduler, CoalescingScheduler | CoalescingAsyncScheduler):
+        if isinstance(scheduler, CoalescingScheduler):
             scheduler.retention = Retention(scheduler.retention.grid, policy, layout.retention_interval)
         hasher = get_request_block_hasher(hash_block, sha256, config.num_hash_lookahead_tokens)
         return cls(scheduler, hasher, layout.mtp)

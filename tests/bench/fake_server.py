@@ -144,7 +144,7 @@ def main() -> None:
         raise RuntimeError("the model does not fit")
     coalesces = os.environ.get(GATE) == "1" or fault == "gate always on"
     if coalesces:
-        print("INFO KDA prefill coalescing: pages of 512 tokens", flush=True)
+        print("INFO KDA prefill coalescing: blocks of 512 tokens", flush=True)
     keeps_ladder = coalesces or (known.scheduler_cls is not None and fault != "unequal")
     engine = FakeEngine(coalesces=coalesces, keeps_ladder=keeps_ladder, fault=fault)
     uvicorn.run(make_app(engine), host=known.host, port=known.port, log_level="warning")

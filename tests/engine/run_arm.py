@@ -107,7 +107,7 @@ def state_pages(scheduler: Any, position: int) -> list[int]:
     from vllm.v1.core.kv_cache_utils import get_group_id
 
     manager = scheduler.kv_cache_manager
-    recurrent = {mamba.kv_cache_group_id for mamba in manager.mamba_managers}
+    recurrent = set(manager.groups.mamba_ids)
     return [
         block.block_id
         for block in manager.block_pool.blocks

@@ -201,7 +201,7 @@ def test_two_hundred_requests_answer_as_uncached_and_the_server_stops_cleanly(se
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(timeout=60) == 0, server.log.read_text()[-3000:]
     ending = server.log.read_text()[len(served) :]
-    assert "KDA prefill coalescing: pages of 512 tokens" in served
+    assert "KDA prefill coalescing: blocks of 512 tokens" in served
     assert served.count("KDA prefill plan: request") == 100
     assert "Traceback" not in "\n".join(
         line for line in served.splitlines() if "Chat template" not in line and "base.py" not in line

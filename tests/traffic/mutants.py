@@ -25,9 +25,10 @@ from tests.traffic.machine import PAGE
 from tests.traffic.suite import EXAMPLES, run
 from tests.traffic.world import Setting, World
 from vllm.v1.attention.backends.gdn_checkpoint import GroupRows
+from vllm.v1.core import stock_guards
 from vllm.v1.core.coalescing_kv_cache_manager import CoalescingKVCacheManager
 from vllm.v1.core.prefill_plan import PlanMismatchError
-from vllm.v1.core.sched.coalescing_scheduler import CoalescingSchedulerMixin
+from vllm.v1.core.sched.coalescing_scheduler import CoalescingScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.state_retention import Retention, WantedState
 from vllm.v1.core.tiered_free_queue import TieredFreeQueue
@@ -62,7 +63,7 @@ def replan(change: Callable[[Any], Any]) -> Plant:
         plan = original(scheduler, *args)
         return plan if plan is None else change(plan)
 
-    return around(CoalescingSchedulerMixin, "_bind", bind)
+    return around(CoalescingScheduler, "_bind", bind)
 
 
 def first_only(plan: Any) -> Any:
@@ -121,7 +122,7 @@ def running_page(original: Any, manager: Any, request: Any, wanted: Any) -> Any:
     """An export into the page of the request's own running state."""
     granted, blocks = original(manager, request, wanted)
     for position, pages in granted.items():
-        for mamba in manager.mamba_managers:
+        for mamba in manager.groups.mamba:
             own = [block for block in mamba.req_to_blocks[request.request_id] if not block.is_null]
             granted[position] = pages | {mamba.kv_cache_group_id: own[-1].block_id}
         break
@@ -132,7 +133,7 @@ def speculative_page(original: Any, manager: Any, request: Any, wanted: Any) -> 
     """An export into a page that the request's drafts will write."""
     granted, blocks = original(manager, request, wanted)
     for position, pages in granted.items():
-        for mamba in manager.mamba_managers:
+        for mamba in manager.groups.mamba:
             if mamba.num_speculative_blocks:
                 own = mamba.req_to_blocks[request.request_id][-1]
                 granted[position] = pages | {mamba.kv_cache_group_id: own.block_id}
@@ -146,7 +147,7 @@ def next_column(original: Any, manager: Any, request: Any) -> Any:
     if found is None:
         return None
     pages = {}
-    for mamba in manager.mamba_managers:
+    for mamba in manager.groups.mamba:
         column = mamba._checkpoints[request.request_id][1] + 1
         pages[mamba.kv_cache_group_id] = mamba.req_to_blocks[request.request_id][column].block_id
     return found[0], pages
@@ -156,7 +157,7 @@ def source_page(original: Any, manager: Any, request: Any, wanted: Any) -> Any:
     """An export into the page with the state that the query resumes from."""
     granted, blocks = original(manager, request, wanted)
     for position, pages in granted.items():
-        for mamba in manager.mamba_managers:
+        for mamba in manager.groups.mamba:
             column = (request.num_computed_tokens - 1) // mamba.block_size
             block = mamba.req_to_blocks[request.request_id][column]
             if column >= 0 and not block.is_null:
@@ -221,29 +222,25 @@ MUTANTS: dict[str, Plant] = {
         lambda plan: dataclasses.replace(plan, block_ids={g: own[::-1] for g, own in plan.block_ids.items()})
     ),
     "plan bound to another span": replan(lambda plan: dataclasses.replace(plan, end=plan.end + 1)),
-    "stale plan in the next step": around(CoalescingSchedulerMixin, "_update_after_schedule", stale),
+    "stale plan in the next step": around(CoalescingScheduler, "_update_after_schedule", stale),
     "rows of two requests swapped": rolled_rows,
     "second group writes the first group's pages": first_groups_rows,
     "export into the running state's page": around(CoalescingKVCacheManager, "grant", running_page),
     "export into a speculative page": around(CoalescingKVCacheManager, "grant", speculative_page),
     "checkpoint in the next page column": around(CoalescingKVCacheManager, "stock_checkpoint", next_column),
     "export into the page the query resumes from": around(CoalescingKVCacheManager, "grant", source_page),
-    "export's page never freed": around(CoalescingSchedulerMixin, "_free_cow_retained_blocks", nothing),
-    "export's page freed twice": around(CoalescingSchedulerMixin, "_free_cow_retained_blocks", free_twice),
+    "export's page never freed": around(CoalescingScheduler, "_free_cow_retained_blocks", nothing),
+    "export's page freed twice": around(CoalescingScheduler, "_free_cow_retained_blocks", free_twice),
     "page taken by a hit stays in the free list": around(TieredFreeQueue, "remove", nothing),
-    "preemption keeps unwritten entries": around(CoalescingKVCacheManager, "withdraw_unwritten", nothing),
-    "unwritten block copied for a hit": around(
-        CoalescingKVCacheManager, "copies_unwritten_block", lambda *args, **kwargs: False
-    ),
+    "preemption keeps unwritten entries": around(stock_guards, "withdraw_unwritten", nothing),
+    "unwritten block copied for a hit": around(stock_guards, "copies_unwritten_block", lambda *args: False),
     "convolution window one token early": around(ToyWorker, "_export", shifted),
     "convolution window shifted by a draft": around(Migration, "_move", draft_shifted),
     "copy-on-write not executed": around(Blocks, "copy", nothing),
     "state resumed before the last accepted draft": around(Migration, "before", too_early),
     "boundary state not saved after drafts": around(Migration, "after", nothing),
-    "one-token prompt padded with drafts": around(CoalescingSchedulerMixin, "_mamba_block_aligned_split", padded),
-    "chunk inside a page runs past its end": around(
-        CoalescingSchedulerMixin, "_mamba_block_aligned_split", past_its_page
-    ),
+    "one-token prompt padded with drafts": around(CoalescingScheduler, "_mamba_block_aligned_split", padded),
+    "chunk inside a page runs past its end": around(CoalescingScheduler, "_mamba_block_aligned_split", past_its_page),
     "shared-prefix junction forgotten": around(Retention, "junction", lambda *args: 0),
     "rungs of the ladder forgotten": around(Retention, "checkpoint_positions", lambda *args: ()),
 }

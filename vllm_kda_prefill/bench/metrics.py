@@ -16,7 +16,7 @@ SPANS = "vllm:kda_prefill_spans_coalesced_total"
 EXPORTED = "vllm:kda_prefill_states_exported_total"
 NOT_EXPORTED = "vllm:kda_prefill_states_not_exported_total"
 FALLBACKS = "vllm:kda_prefill_fallbacks_total"
-STATE_PAGES = "vllm:kda_prefill_state_pages"
+PROBATIONARY_BLOCKS = "vllm:kda_prefill_probationary_blocks"
 
 KEPT = (QUERIES, HITS, PREEMPTIONS, DRAFTS, ACCEPTED, SPANS, EXPORTED, NOT_EXPORTED, FALLBACKS)
 """Counters that records keep."""

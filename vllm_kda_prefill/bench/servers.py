@@ -16,7 +16,7 @@ from vllm_kda_prefill.bench.records import Recorder
 from vllm_kda_prefill.bench.server_process import ServerProcess
 
 T = TypeVar("T")
-STARTED, PLANNED = "KDA prefill coalescing: pages of", "KDA prefill plan: request"
+STARTED, PLANNED = "KDA prefill coalescing: blocks of", "KDA prefill plan: request"
 
 
 @dataclass

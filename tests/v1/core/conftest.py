@@ -383,11 +383,11 @@ class ShadowWorker:
                 raise Fault(f"page {block.block_id} with {block.ref_cnt} references is on tier {tier}")
             if tier == Tier.EMPTY and block.block_hash is not None:
                 raise Fault(f"page {block.block_id} holds an entry and is on the empty list")
-            if tier == Tier.SECOND_CLASS and block.block_id not in queue._second_class:
-                raise Fault(f"page {block.block_id} is on the second-class list unmarked")
-            if tier == Tier.FIRST_CLASS and block.block_id in queue._second_class:
-                raise Fault(f"page {block.block_id} is on the first-class list and marked second class")
-        for tier in (Tier.EMPTY, Tier.SECOND_CLASS, Tier.FIRST_CLASS):
+            if tier == Tier.PROBATIONARY and block.block_id not in queue._probationary:
+                raise Fault(f"page {block.block_id} is on the probationary list unmarked")
+            if tier == Tier.PROTECTED and block.block_id in queue._probationary:
+                raise Fault(f"page {block.block_id} is on the protected list and marked probationary")
+        for tier in (Tier.EMPTY, Tier.PROBATIONARY, Tier.PROTECTED):
             listed = [block.block_id for block in queue._lists[tier].get_all_free_blocks()]
             if len(listed) != queue._lists[tier].num_free_blocks or any(queue._tier[b] != tier for b in listed):
                 raise Fault(f"list {tier.name} and its count or its marks differ")

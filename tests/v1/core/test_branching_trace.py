@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.core.tiered_free_queue import TieredFreeQueue
 from vllm_kda_prefill.planning import Arm, Engine, Layout
 
-PAGE = 16
+BLOCK = 16
 """Tokens of a page here: everything scales with it, and short prompts hash fast."""
 
 
@@ -23,14 +23,14 @@ def conversations(seed: int, branching: float, turns: int = 150, speakers: int =
     rng = random.Random(seed)
 
     def words(pages: int) -> list[int]:
-        return [rng.randrange(30_000) for _ in range(rng.randint(PAGE, pages * PAGE))]
+        return [rng.randrange(30_000) for _ in range(rng.randint(BLOCK, pages * BLOCK))]
 
     system = words(8)
     history = [system + words(30) for _ in range(speakers)]
     for _ in range(turns):
         speaker = rng.randrange(speakers)
         said = history[speaker]
-        if len(said) > 60 * PAGE or rng.random() < 0.05:
+        if len(said) > 60 * BLOCK or rng.random() < 0.05:
             said = system
         elif rng.random() < branching:
             said = said[: rng.randint(len(said) * 3 // 10, len(said))]
@@ -65,10 +65,10 @@ def cached_tokens(layout: Layout, arm: Arm, seed: int, branching: float, concurr
 
 
 @pytest.mark.parametrize("dcp, mtp", [(1, 0), (4, 3)])
-@pytest.mark.parametrize("pages", [120, 250, 800])
-def test_cached_tokens_are_not_below_stocks(pages: int, dcp: int, mtp: int) -> None:
+@pytest.mark.parametrize("blocks", [120, 250, 800])
+def test_cached_tokens_are_not_below_stocks(blocks: int, dcp: int, mtp: int) -> None:
     """From a pool that holds two requests to one that holds a dozen, conversations one turn at a time."""
-    layout = Layout(attention_block=PAGE, mamba_block=PAGE, dcp=dcp, mtp=mtp, budget=256, num_blocks=pages)
+    layout = Layout(attention_block=BLOCK, mamba_block=BLOCK, dcp=dcp, mtp=mtp, budget=256, num_blocks=blocks)
     stock = [cached_tokens(layout, "stock", seed, branching=0.7) for seed in range(3)]
     coalesced = [cached_tokens(layout, "coalesced", seed, branching=0.7) for seed in range(3)]
     assert sum(coalesced) >= sum(stock)
@@ -81,7 +81,7 @@ def test_turns_at_once_lose_next_to_nothing_in_a_tight_pool(branching: float) ->
 
     Of many traces: single misses throw a pool for two requests about, by 10 % of a trace either way.
     """
-    layout = Layout(attention_block=PAGE, mamba_block=PAGE, budget=256, num_blocks=120)
+    layout = Layout(attention_block=BLOCK, mamba_block=BLOCK, budget=256, num_blocks=120)
     stock = sum(cached_tokens(layout, "stock", seed, branching, concurrency=4) for seed in range(12))
     coalesced = sum(cached_tokens(layout, "coalesced", seed, branching, concurrency=4) for seed in range(12))
     assert coalesced >= 0.98 * stock
@@ -90,29 +90,29 @@ def test_turns_at_once_lose_next_to_nothing_in_a_tight_pool(branching: float) ->
 @pytest.mark.parametrize("concurrency", [1, 4])
 @pytest.mark.parametrize("dcp, mtp", [(1, 0), (4, 3)])
 def test_cached_tokens_are_well_above_stocks_with_room(dcp: int, mtp: int, concurrency: int) -> None:
-    layout = Layout(attention_block=PAGE, mamba_block=PAGE, dcp=dcp, mtp=mtp, budget=256, num_blocks=5000)
+    layout = Layout(attention_block=BLOCK, mamba_block=BLOCK, dcp=dcp, mtp=mtp, budget=256, num_blocks=5000)
     stock = sum(cached_tokens(layout, "stock", seed, 0.7, concurrency) for seed in range(3))
     coalesced = sum(cached_tokens(layout, "coalesced", seed, 0.7, concurrency) for seed in range(3))
     assert coalesced >= 1.15 * stock
 
 
-def test_rungs_in_the_first_class_would_push_out_better_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the second class is for: where conversations only grow, rungs are never hit."""
-    layout = Layout(attention_block=PAGE, mamba_block=PAGE, budget=256, num_blocks=400)
+def test_protected_checkpoints_would_push_out_better_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What probation is for: where conversations only grow, most checkpoints are never hit."""
+    layout = Layout(attention_block=BLOCK, mamba_block=BLOCK, budget=256, num_blocks=400)
     stock = sum(cached_tokens(layout, "stock", seed, branching=0) for seed in range(3))
     assert sum(cached_tokens(layout, "coalesced", seed, branching=0) for seed in range(3)) >= stock
-    monkeypatch.setattr(TieredFreeQueue, "mark_second_class", lambda queue, block: None)
-    monkeypatch.setattr(TieredFreeQueue, "admits", lambda queue, count: True)
+    monkeypatch.setattr(TieredFreeQueue, "mark_probationary", lambda queue, block: None)
+    monkeypatch.setattr(TieredFreeQueue, "make_way", lambda queue, count: True)
     assert sum(cached_tokens(layout, "coalesced", seed, branching=0) for seed in range(3)) < 0.98 * stock
 
 
-def full_cache(pages: int) -> Engine:
-    """An engine with hardly a page but holds the entry of a prompt that nobody comes back to."""
-    engine = Engine.build(Layout(attention_block=PAGE, mamba_block=PAGE, budget=256, num_blocks=pages))
+def full_cache(blocks: int) -> Engine:
+    """An engine with hardly a block but holds the entry of a prompt that nobody comes back to."""
+    engine = Engine.build(Layout(attention_block=BLOCK, mamba_block=BLOCK, budget=256, num_blocks=blocks))
     source = random.Random(1)
-    for number in range(pages // 40):
-        serve(engine, f"old {number}", [source.randrange(30_000) for _ in range(64 * PAGE)])
-    assert engine.scheduler.kv_cache_manager.free_queue.num_second_class <= 2
+    for number in range(blocks // 40):
+        serve(engine, f"old {number}", [source.randrange(30_000) for _ in range(64 * BLOCK)])
+    assert engine.scheduler.kv_cache_manager.eviction.queue.num_probationary <= 2
     return engine
 
 
@@ -126,28 +126,28 @@ def serve(engine: Engine, name: str, prompt: list[int]) -> int:
 
 
 def test_a_full_cache_learns_that_prompts_branch() -> None:
-    """Rungs are guests at first; once they are missed they take the place of what has not been used for longest."""
-    engine = full_cache(pages=800)
+    """Once checkpoints are missed they take the place of what has not been used for longest."""
+    engine = full_cache(blocks=800)
     source = random.Random(2)
     hits = []
     for number in range(12):
-        prompt = [source.randrange(30_000) for _ in range(16 * PAGE)]
+        prompt = [source.randrange(30_000) for _ in range(16 * BLOCK)]
         serve(engine, f"base {number}", prompt)
-        tails = ([source.randrange(30_000) for _ in range(4 * PAGE)] for _ in range(3))
-        leaves = (14 * PAGE + 5, 12 * PAGE + 5, 9 * PAGE)
+        tails = ([source.randrange(30_000) for _ in range(4 * BLOCK)] for _ in range(3))
+        leaves = (14 * BLOCK + 5, 12 * BLOCK + 5, 9 * BLOCK)
         hits.append(
             [serve(engine, f"{number} {at}", prompt[:at] + tail) for at, tail in zip(leaves, tails, strict=True)]
         )
     assert hits[0][0] == 0
-    assert hits[-1] == [14 * PAGE, 12 * PAGE, 8 * PAGE]
+    assert hits[-1] == [14 * BLOCK, 12 * BLOCK, 8 * BLOCK]
 
 
 def test_a_full_cache_keeps_what_is_used_where_nothing_branches() -> None:
-    engine = full_cache(pages=400)
-    share = engine.scheduler.kv_cache_manager.share
-    prompts = {number: [number] * 40 * PAGE for number in range(4)}
+    engine = full_cache(blocks=400)
+    quota = engine.scheduler.kv_cache_manager.eviction.quota
+    prompts = {number: [number] * 40 * BLOCK for number in range(4)}
     for turn in range(20):
         number = turn % 4
         serve(engine, f"{turn}", prompts[number])
-        prompts[number] = prompts[number] + [turn] * PAGE
-    assert share.pages == 0
+        prompts[number] = prompts[number] + [turn] * BLOCK
+    assert quota.blocks == 0

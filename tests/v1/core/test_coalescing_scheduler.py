@@ -381,4 +381,6 @@ class TestFallbacks:
         assert engine.scheduler._fallback(request, 512, 512) is Fallback.EXTERNAL_LOAD
         tokens = engine.scheduler._mamba_block_aligned_split(request, 1488, 0, 512)
         assert tokens == 1488
-        assert engine.scheduler._fallbacks == {"a": Fallback.EXTERNAL_LOAD}
+        assert {name: prefill.fallback for name, prefill in engine.scheduler._step.items()} == {
+            "a": Fallback.EXTERNAL_LOAD
+        }

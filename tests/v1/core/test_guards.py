@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from vllm.v1.core.coalescing_kv_cache_manager import CoalescingKVCacheManager, StepPrefill
+from vllm.plugins.kda_prefill_coalescing import GATE, SPLIT_TARGET
+from vllm.v1.core import stock_guards
 from vllm.v1.core.kv_cache_utils import get_group_id
+from vllm.v1.core.step_prefill import StepPrefill
 from vllm_kda_prefill.planning import Arm, Engine, Layout
 
 
@@ -75,7 +77,7 @@ class TestCopyOfAnUnwrittenBlock:
         if cap is not None:
             worker.scheduler.aux_output_connector = SimpleNamespace(max_cache_hit=lambda request: cap)
         manager.coordinator.find_longest_cache_hit = look_up
-        worker.scheduler._prefills["b"] = StepPrefill(0, True)
+        worker.scheduler._step["b"] = StepPrefill(0, 5000, is_admission=True)
         worker.add("c", words(4200))
         request = worker.scheduler.requests["c"]
         # Who follows the cache has been told of the hit by stock's lookup.
@@ -89,7 +91,7 @@ class TestCopyOfAnUnwrittenBlock:
         assert copy_of_an_unwritten_block("coalesced", states) == [{"b": 5000}, {"c": 404}]
 
     def test_fails_without_the_guard(self, states: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(CoalescingKVCacheManager, "copies_unwritten_block", lambda *args: False)
+        monkeypatch.setattr(stock_guards, "copies_unwritten_block", lambda *args: False)
         with pytest.raises(states.Fault, match="c attends to token 2048"):
             copy_of_an_unwritten_block("coalesced", states)
 
@@ -114,7 +116,7 @@ class TestPreemptionInsideAStep:
         assert preemption_inside_a_step("coalesced", states)
 
     def test_fails_without_the_guard(self, states: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(CoalescingKVCacheManager, "withdraw_unwritten", lambda manager, request: None)
+        monkeypatch.setattr(stock_guards, "withdraw_unwritten", lambda manager, request: None)
         with pytest.raises(states.Fault, match=r"is cached (up to|as the state after) \d+"):
             preemption_inside_a_step("coalesced", states)
 
@@ -125,7 +127,7 @@ class TestPreemptionInsideAStep:
         worker.deliver(worker.step())
         computed = victim.num_computed_tokens
         manager = worker.scheduler.kv_cache_manager
-        manager.withdraw_unwritten(victim)
+        stock_guards.withdraw_unwritten(manager, victim)
         cached = [block.block_hash_num_tokens for _, block in states.entries(manager.block_pool)]
         assert max(cached) == computed
 
@@ -180,5 +182,5 @@ class TestWideAttentionPages:
         worker.run()
 
     def test_the_scheduler_refuses_them(self) -> None:
-        with pytest.raises(ValueError, match=r"recurrent pages of 16 tokens are smaller than the 32 .*set VLLM_GLM53"):
+        with pytest.raises(ValueError, match=rf"Mamba blocks of 16 tokens .* the 32 .*set {SPLIT_TARGET} .*{GATE}=0"):
             Engine.build(self.layout)

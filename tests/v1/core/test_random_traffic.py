@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from vllm.v1.core import stock_guards
 from vllm.v1.core.coalescing_kv_cache_manager import CoalescingKVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.state_retention import POLICIES
@@ -104,7 +105,7 @@ def free_exports_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_unwritten_entries(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CoalescingKVCacheManager, "withdraw_unwritten", lambda manager, request: None)
+    patch.setattr(stock_guards, "withdraw_unwritten", lambda manager, request: None)
 
 
 def plan_one_chunk_off(patch: pytest.MonkeyPatch) -> None:

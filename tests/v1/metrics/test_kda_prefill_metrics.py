@@ -61,16 +61,16 @@ def test_counters_of_all_api_servers_add_up_to_the_schedulers(stats_of_two_promp
             loggers[number % servers].record(stats, None)
         assert value("spans_coalesced_total", servers) == spans
         assert value("states_exported_total", servers) == states
-    # Three rungs of the first prompt and three of the second, in two groups, and one span end.
-    assert value("state_pages", servers) == 14
-    assert value("state_pages_share", servers) == 0
+    # Three checkpoints of the first prompt and three of the second, in two groups, and one span end.
+    assert value("probationary_blocks", servers) == 14
+    assert value("probationary_quota", servers) == 0
     assert value("states_not_exported_total", servers) == 0
 
 
 def test_counters_are_there_before_anything_is_counted():
     engine = Engine.build(Layout())
     logger_of(5).record(engine.scheduler.make_stats(), None)
-    for name in ("spans_coalesced_total", "states_exported_total", "states_not_exported_total", "state_pages"):
+    for name in ("spans_coalesced_total", "states_exported_total", "states_not_exported_total", "probationary_blocks"):
         assert value(name, 5) == 0
 
 

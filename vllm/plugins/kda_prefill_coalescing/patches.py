@@ -147,7 +147,7 @@ PATCHES = (
     Patch(
         name="free list",
         how="the block pool's free queue is replaced before the first request",
-        why="second-class states are evicted before first-class entries",
+        why="probationary states beyond their quota are evicted before protected entries",
         goes_when="vLLM's free queue has eviction priorities",
         upstream={
             "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue": "9849f2e9a6e41fba",
@@ -209,7 +209,8 @@ PATCHES = (
         how="rebinds load_stat_logger_plugin_factories, calling it first",
         why="the planner's counters appear in /metrics; an entry point of the plugin group would be loaded with "
         "the gate off too",
-        goes_when="stat logger plugins can be registered at run time",
+        goes_when="stat logger plugins can be registered at run time; and SchedulerStats has a field for the counters "
+        "of a scheduler subclass, which travel in waiting_lora_adapters until then (docs/upstream.md)",
         upstream={"vllm.v1.metrics.loggers:load_stat_logger_plugin_factories": "94a131a520982a69"},
         bind=_rebind_stat_loggers,
     ),

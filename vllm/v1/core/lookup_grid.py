@@ -5,19 +5,9 @@ from __future__ import annotations
 
 import math
 
+from vllm.v1.core.cache_groups import CacheGroups
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
-from vllm.v1.core.single_type_kv_cache_manager import MambaManager, SingleTypeKVCacheManager
 from vllm.v1.core.state_retention import LookupGrid
-
-
-def cacheable_managers(
-    coordinator: KVCacheCoordinator,
-) -> tuple[tuple[MambaManager, ...], tuple[SingleTypeKVCacheManager, ...]]:
-    """The Mamba groups of a KV cache, and its other groups that have prefix-cache entries."""
-    managers = coordinator.single_type_managers
-    mamba = tuple(m for m in managers if isinstance(m, MambaManager))
-    attention = tuple(m for m in managers if not isinstance(m, MambaManager) and m.kv_cache_spec.prefix_cacheable)
-    return mamba, attention
 
 
 def lookup_grid(coordinator: KVCacheCoordinator) -> LookupGrid:
@@ -26,7 +16,7 @@ def lookup_grid(coordinator: KVCacheCoordinator) -> LookupGrid:
     Args:
         coordinator: Of a scheduler, or of a layout that is only measured; it need not hold any block.
     """
-    mamba, attention = cacheable_managers(coordinator)
+    mamba, attention = CacheGroups.of(coordinator)
     (mamba_block,) = {m.block_size for m in mamba}
     (hit_alignment,) = {m.cache_hit_alignment_tokens for m in mamba}
     return LookupGrid(

@@ -29,13 +29,13 @@ class PrefillPlanStats:
     Attributes:
         spans: Prefill spans that ran without a stop for a state.
         states: States those spans exported.
-        states_without_page: States that were wanted and found no spare page (or were cached already).
+        states_without_block: States that were wanted and found no block (or were cached already).
         fallbacks: Prefill spans on stock's path, by reason.
     """
 
     spans: int = 0
     states: int = 0
-    states_without_page: int = 0
+    states_without_block: int = 0
     fallbacks: Counter[Fallback] = field(default_factory=Counter)
     _taken: dict[str, int] = field(default_factory=dict)
     _levels: dict[str, int] = field(default_factory=dict)
@@ -44,14 +44,14 @@ class PrefillPlanStats:
     def record_span(self, exported: int, not_exported: int) -> None:
         self.spans += 1
         self.states += exported
-        self.states_without_page += not_exported
+        self.states_without_block += not_exported
 
     def record_fallback(self, reason: Fallback) -> None:
         self.fallbacks[reason] += 1
 
     def totals(self) -> dict[str, int]:
         """The counts by name; a fallback's name is `fallbacks:` and its reason."""
-        counts = {"spans": self.spans, "states": self.states, "not_exported": self.states_without_page}
+        counts = {"spans": self.spans, "states": self.states, "not_exported": self.states_without_block}
         return counts | {f"fallbacks:{reason}": count for reason, count in self.fallbacks.items()}
 
     def take_changes(self, levels: Mapping[str, int]) -> dict[str, int]:
@@ -66,7 +66,7 @@ class PrefillPlanStats:
         return added | {name: level for name, level in levels.items() if level != known.get(name)}
 
     def log_plan(self, request_id: str, plan: PrefillPlan) -> None:
-        """Log one bound plan, as long as the configured number of them is not reached."""
+        """Log one plan, as long as the configured number of them is not reached."""
         self._log.line(
             "KDA prefill plan: request %s, query [%d, %d), checkpoints %s, blocks %s",
             request_id,

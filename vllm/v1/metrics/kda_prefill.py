@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner's counters in `/metrics`, beside vLLM's own.
 
-The engine core counts; the API server exports. Between them only `SchedulerStats` travels, whose fields are
-fixed, so the counters ride in its LoRA field: with the gate on, LoRA is refused and the field is empty.
+The engine core counts; the API server exports. Between them only `SchedulerStats` travels, whose fields are fixed, and
+both of its free-form fields belong to connectors. So the counters ride in its LoRA field: with the gate on, LoRA is
+refused and the field is empty. docs/upstream.md says what vLLM lacks.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ def _registered(kind: type[Metric], name: str, documentation: str, *labels: str,
 COUNTERS = {
     "spans": ("spans_coalesced", "Prefill spans that ran without a stop for a state."),
     "states": ("states_exported", "States exported from inside a query."),
-    "not_exported": ("states_not_exported", "Wanted states that found no spare page."),
+    "not_exported": ("states_not_exported", "Wanted states that found no block."),
 }
 GAUGES = {
-    "pages": ("state_pages", "Free pages that hold a second-class state."),
-    "share": ("state_pages_share", "Free pages that second-class states keep from the oldest other entries."),
+    "probationary_blocks": ("probationary_blocks", "Free blocks that hold a probationary state."),
+    "probationary_quota": ("probationary_quota", "Free blocks that probationary states keep from other entries."),
 }
 
 

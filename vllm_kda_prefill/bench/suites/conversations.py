@@ -50,7 +50,7 @@ async def run(
         for server in servers:
             after = await server.client.metrics()
             counters = after.since(before[server.name])
-            held = after[metrics.STATE_PAGES]
+            held = after[metrics.PROBATIONARY_BLOCKS]
             recorder.add(
                 "counters",
                 suite="conversations",
