@@ -131,7 +131,7 @@ def test_stock_registers_no_kernels_of_its_own_merge(bound):
 
 
 def test_the_model_binds_it_before_its_indexers_are_built(bound, monkeypatch):
-    seen = []
+    seen: list[Any] = []
 
     def build(self, *, vllm_config: Any, prefix: str = "") -> None:
         seen.extend(module._merge_dcp_topk_global for module in STOCK)
@@ -142,5 +142,6 @@ def test_the_model_binds_it_before_its_indexers_are_built(bound, monkeypatch):
     for module in STOCK:
         monkeypatch.setattr(module, "_merge_dcp_topk_global", None)
     config: Any = SimpleNamespace(additional_config={})
-    coalesced.CoalescedGlm5NextForCausalLM(vllm_config=config)
+    model: Any = coalesced.CoalescedGlm5NextForCausalLM
+    model(vllm_config=config)
     assert seen == [merge.merge_dcp_topk] * 2

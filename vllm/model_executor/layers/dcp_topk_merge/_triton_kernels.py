@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels that pack a rank's candidates and select the best of all ranks; imported on the first call only.
 
-The selection bisects the packed numbers for the `k`-th largest. They differ from each other, so the search ends when
-exactly `k` are at or above the middle, at the latest after 64 steps and for scores that are not tied after some 15.
+The selection bisects for the `k`-th best score: it counts the candidates at or above the middle between the worst and
+the best, until they are `k`. That takes some 12 steps, 32 at most. Where the `k`-th best score is tied and not all fit,
+the packed numbers with that score, which all differ, are bisected too: 32 steps more at most.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _KEYS_PER_THREAD = 16
 _UNUSED = tl.constexpr(UNUSED)
 
 
-@triton.jit(do_not_specialize=["score_row_stride", "score_col_stride", "id_row_stride", "id_col_stride", "num_cols"])
+@triton.jit(do_not_specialize=["score_row_stride", "id_row_stride", "num_cols"])
 def _pack_kernel(
     scores,
     local_ids,
@@ -58,7 +59,7 @@ def _pack_kernel(
     tl.store(packed + row * K + place, tl.where(valid, key, _UNUSED), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows", "out_row_stride", "out_col_stride"])
+@triton.jit(do_not_specialize=["num_rows", "out_row_stride"])
 def _select_kernel(
     gathered,
     out,
@@ -67,36 +68,58 @@ def _select_kernel(
     out_col_stride,
     K: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    candidate = tl.arange(0, BLOCK)
+    # A thread holds whole columns of the tile, so most of the prefix sum below stays inside threads.
+    candidate = tl.arange(0, DEPTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     rank = (candidate // K).to(tl.int64)
-    key = tl.load(gathered + (rank * num_rows + row) * K + candidate % K, mask=candidate < CANDIDATES, other=_UNUSED)
+    inside = candidate < CANDIDATES
+    key = tl.load(gathered + (rank * num_rows + row) * K + candidate % K, mask=inside, other=_UNUSED)
+    score = (key >> 32).to(tl.int32)
 
-    # The lowest number that is selected lies in [low, high].
-    low = tl.full((), _UNUSED + 1, tl.int64)
+    # The `K`-th best score lies in [low, high], and `count` candidates are at or above low.
+    low = tl.full((), -0x7FFFFFFF, tl.int32)
     high = low
-    valid = tl.sum((key >= low).to(tl.int32))
+    valid = tl.sum((score >= low).to(tl.int32))
+    count = valid
     if valid > K:
-        low = tl.min(tl.where(key >= low, key, 0x7FFFFFFFFFFFFFFF))
-        high = tl.max(key)
+        low = tl.min(tl.where(score >= low, score, 0x7FFFFFFF))
+        high = tl.max(score)
     while low < high:
-        middle = (low & high) + ((low ^ high) >> 1)  # The mean, rounded down, without a carry into bit 64.
-        above = tl.sum((key >= middle).to(tl.int32))
-        if above > K:
-            low = middle + 1
-        else:
-            high = middle
+        middle = (low | high) - ((low ^ high) >> 1)  # The mean, rounded up, without an overflow.
+        above = tl.sum((score >= middle).to(tl.int32))
+        if above >= K:
+            low = middle
+            count = above
             if above == K:
-                low = middle
+                high = middle
+        else:
+            high = middle - 1
 
-    chosen = key >= low
-    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    out_row = out + row * out_row_stride
-    row_id = ~(key.to(tl.int32))
-    tl.store(out_row + place * out_col_stride, row_id, mask=chosen & (place < K))
-    tl.store(out_row + candidate * out_col_stride, -1, mask=(candidate >= valid) & (candidate < K))
+    # Where more have that score than fit, the lowest number that is selected, in the same way.
+    lowest = low.to(tl.int64) << 32
+    if count > K:
+        highest = lowest + 0xFFFFFFFF
+        while lowest < highest:
+            center = highest - ((highest - lowest) >> 1)
+            above = tl.sum((key >= center).to(tl.int32))
+            if above >= K:
+                lowest = center
+                if above == K:
+                    highest = center
+            else:
+                highest = center - 1
+
+    chosen = key >= lowest
+    number = chosen.to(tl.int32)
+    of_column = tl.sum(number, 0)
+    place = (tl.cumsum(of_column, 0) - of_column)[None, :] + tl.cumsum(number, 0) - 1
+    out += row * out_row_stride
+    tl.store(out + place * out_col_stride, ~key.to(tl.int32), mask=chosen & (place < K))
+    if valid < K:
+        tl.store(out + candidate * out_col_stride, -1, mask=(candidate >= valid) & (candidate < K))
 
 
 def launch_pack(
@@ -143,6 +166,8 @@ def launch_select(gathered: torch.Tensor, out: torch.Tensor, keys_per_thread: in
     """
     ranks, queries, k = gathered.shape
     block = max(32, triton.next_power_of_2(ranks * k))
+    warps = min(32, max(1, block // (32 * keys_per_thread)))
+    width = min(block, 64 * warps)
     _select_kernel[(queries,)](
         gathered,
         out,
@@ -150,6 +175,7 @@ def launch_select(gathered: torch.Tensor, out: torch.Tensor, keys_per_thread: in
         *out.stride(),
         K=k,
         CANDIDATES=ranks * k,
-        BLOCK=block,
-        num_warps=min(32, max(1, block // (32 * keys_per_thread))),
+        DEPTH=block // width,
+        WIDTH=width,
+        num_warps=warps,
     )

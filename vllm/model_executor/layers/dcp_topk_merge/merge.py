@@ -42,7 +42,8 @@ def merge_dcp_topk(
     Args:
         logits: fp32 `[queries, columns]`, any strides: the scores of this rank's rows.
         topk_indices: int32 `[queries, topk_tokens]`, any strides. In: the rank's best local ids, -1 in unused places.
-            Out: ids in the whole context, in the order of `reference.select`, then -1.
+            Out: ids in the whole context in no particular order, the same on all ranks, then -1. What attends to the
+            rows takes them in any order, and -1 anywhere.
         topk_tokens: How many rows are selected.
         dcp_rank: This rank in the group.
         dcp_world_size: Ranks of the group. With 1 nothing is done.

@@ -49,7 +49,8 @@ def select(gathered: torch.Tensor, out: torch.Tensor) -> None:
 
     Args:
         gathered: int64 `[ranks, queries, k]`, packed candidates.
-        out: int32 `[queries, k]`. Selected ids come first, in the order in which they lie in `gathered`; -1 follows.
+        out: int32 `[queries, k]`. Selected ids come first, in an order that depends on nothing but `gathered`, so that
+            all ranks have the same; -1 follows. The kernel's order is another one than this function's.
     """
     ranks, queries, k = gathered.shape
     keys = gathered.movedim(0, 1).reshape(queries, ranks * k)
