@@ -133,6 +133,12 @@ class World:
         pool.evict_blocks(lost)
         self.counts["evictions forced"] += len(lost)
 
+    def check_cache(self) -> None:
+        """Whatever the prefix cache would serve now is what its name says; call it with no step in flight."""
+        assert not self.server.in_flight
+        self._learn_names()
+        check_contents(self.server.worker, cache_entries(self.scheduler, self._names))
+
     @property
     def live(self) -> list[str]:
         return [request_id for request_id, request in self.requests.items() if not request.is_finished()]

@@ -121,7 +121,7 @@ PATCHES = (
         name="scheduler",
         how="hook: SchedulerConfig.scheduler_cls; subclass of Scheduler and AsyncScheduler",
         why="proposes the span without stops for states, binds plans when the step is final, withdraws a preempted "
-        "chunk's cache entries",
+        "chunk's cache entries, and all entries after a fault that the engine survives",
         goes_when="stock's scheduler exports more than one state a query",
         upstream={
             "vllm.v1.core.sched.scheduler:Scheduler.schedule": "fa34c8a13c0a8936",
@@ -129,6 +129,7 @@ PATCHES = (
             "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule": "2b527eb8070d3cce",
             "vllm.v1.core.sched.scheduler:Scheduler._preempt_request": "8d67cc4e85688724",
             "vllm.v1.core.sched.scheduler:Scheduler._free_cow_retained_blocks": "2ac7586b370e740f",
+            "vllm.v1.fault_tolerance.engine_core_sentinel:EngineCoreSentinel.on_fault": "6b37ad4d7e887711",
             "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule": "138d47daea23cdfd",
         },
     ),

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Mapping
 
 from vllm.config import CacheConfig
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.cache_groups import CacheGroups
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -124,3 +125,17 @@ def check_hit_alignment(grid: LookupGrid) -> None:
             f"prefix-cache hits are aligned to: set VLLM_GLM53_SPLIT_TARGET_BLOCK_SIZE to {grid.mamba_block} or a "
             "divisor of it, or serve with VLLM_B12X_KDA_PREFILL_COALESCING=0"
         )
+
+
+def forget_dropped_steps(block_pool: BlockPool) -> None:
+    """Take every entry out of the prefix cache, for steps that were scheduled may never have run (fault 8).
+
+    Blocks enter the prefix cache while a step is scheduled. The engine core hands each step to the executor at once,
+    and steps run in order, so an abort in between does no harm: the step still writes them. The one exception is fault
+    tolerance (`--enable-fault-tolerance`): when a step raises, the engine core aborts every request, drops the steps in
+    flight and serves on. What they were to write, and whatever a failing rank computed before, is still in the cache.
+
+    Args:
+        block_pool: Its entries are dropped, also those of blocks in use. No block is freed.
+    """
+    block_pool.evict_blocks({block.block_id for block in block_pool.blocks if block.block_hash is not None})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.state_retention import Retention
 from vllm.v1.core.step_prefill import StepPrefill
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 logger = init_logger(__name__)
 
@@ -233,6 +234,13 @@ class CoalescingScheduler(Scheduler):
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         stock_guards.withdraw_unwritten(self.kv_cache_manager, request)
         super()._preempt_request(request, timestamp, drop_stale_output)
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        finished = super().finish_requests(request_ids, finished_status)
+        # How the engine core recovers from a fault, and how it pauses: the two cannot be told apart here.
+        if request_ids is None and self.parallel_config.enable_fault_tolerance:
+            stock_guards.forget_dropped_steps(self.kv_cache_manager.block_pool)
+        return finished
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats = super().make_stats(*args, **kwargs)
