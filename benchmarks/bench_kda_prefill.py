@@ -6,8 +6,8 @@
 Milliseconds between two events around one call; inputs and workspaces exist beforehand. Before every call 1 GiB is
 cleared, which empties the L2 cache and gives the host time to queue the call: what is timed is the device. The arms
 take turns: every round runs each of them once, each round starting with another, so that a change of clocks meets all
-alike. A cell holds the median over the rounds and half the distance between the quartiles. ``flashkda x1`` is one
-FlashKDA launch with one checkpoint, nothing else; ``segmented`` gathers and scatters states too; ``native`` reads and
+alike. A cell holds the median over the rounds and half the distance between the quartiles. `flashkda x1` is one
+FlashKDA launch with one checkpoint, nothing else; `segmented` gathers and scatters states too; `native` reads and
 writes the pool. 4 and 0 are checkpoints a row.
 """
 
@@ -26,28 +26,28 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from vllm.model_executor.layers.mamba.ops.kda_prefill import CheckpointTargets, KDAPrefillInputs
+from vllm.model_executor.layers.mamba.ops.kda_prefill import Checkpoints, KDAPrefillInputs
 from vllm.model_executor.layers.mamba.ops.kda_prefill.base import KDAPrefill
 
 
-def make_inputs(heads: int, lens: list[int], checkpoints: int) -> tuple[KDAPrefillInputs, CheckpointTargets]:
-    """Gaussian activations; every row starts from a state and exports the deepest ``checkpoints`` rungs."""
+def make_inputs(heads: int, lens: list[int], checkpoints: int) -> tuple[KDAPrefillInputs, Checkpoints]:
+    """Gaussian activations; every row starts from a state and exports its deepest `checkpoints` positions."""
     torch.manual_seed(0)
     rows, tokens = len(lens), sum(lens)
 
     def gauss(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda").to(torch.bfloat16)
 
-    # Rungs 512, 1024, 2048, 4096 before the end, or the same ladder scaled down for short rows.
+    # Positions 512, 1024, 2048, 4096 before the end, or the same ladder scaled down for short rows.
     offsets = []
     for length in lens:
         unit = max(16, min(512, length // 16 // 16 * 16))
         ladder = [length // 16 * 16 - unit * 2**k for k in range(4)]
         offsets.append(sorted(x for x in ladder if 0 < x < length)[-checkpoints:] if checkpoints else [])
     number = rows
-    slots = []
+    indices = []
     for row in offsets:
-        slots.append([number + 1 + i for i in range(len(row))])
+        indices.append([number + 1 + i for i in range(len(row))])
         number += len(row)
     shape = (1, tokens, heads, 128)
     inputs = KDAPrefillInputs(
@@ -66,15 +66,15 @@ def make_inputs(heads: int, lens: list[int], checkpoints: int) -> tuple[KDAPrefi
         has_initial_state=torch.ones(rows, dtype=torch.bool, device="cuda"),
         out=torch.empty(shape, dtype=torch.bfloat16, device="cuda"),
     )
-    return inputs, CheckpointTargets.from_host(offsets, slots, lens, "cuda")
+    return inputs, Checkpoints.from_host(offsets, indices, lens, "cuda")
 
 
-def runner(op: KDAPrefill, inputs: KDAPrefillInputs, targets: CheckpointTargets | None) -> Callable[[], None]:
+def runner(op: KDAPrefill, inputs: KDAPrefillInputs, checkpoints: Checkpoints | None) -> Callable[[], None]:
     workspace = tuple(torch.empty(s, dtype=d, device="cuda") for s, d in op.workspace_specs())
-    return lambda: op.run(inputs, targets, workspace)
+    return lambda: op.run(inputs, checkpoints, workspace)
 
 
-def flashkda_once(inputs: KDAPrefillInputs, targets: CheckpointTargets) -> Callable[[], None]:
+def flashkda_once(inputs: KDAPrefillInputs, checkpoints: Checkpoints) -> Callable[[], None]:
     """One FlashKDA launch with the deepest checkpoint of every row."""
     from vllm.model_executor.layers.mamba.ops.kda_prefill.flashkda import FlashKDALauncher
     from vllm.model_executor.layers.mamba.ops.kda_prefill.segmented import Launch
@@ -83,7 +83,7 @@ def flashkda_once(inputs: KDAPrefillInputs, targets: CheckpointTargets) -> Calla
     launcher = FlashKDALauncher(num_heads=heads, max_num_tokens=tokens, max_num_seqs=rows)
     scratch = tuple(torch.empty(s, dtype=d, device="cuda") for s, d in launcher.workspace_specs())
     initial, final, checkpoint = inputs.state_pool[1 : rows + 1].repeat(3, 1, 1, 1).chunk(3)
-    deepest = torch.tensor([max(row, default=0) for row in targets.host_offsets], dtype=torch.int32).cuda()
+    deepest = torch.tensor([max(row, default=0) for row in checkpoints.host_offsets], dtype=torch.int32).cuda()
     launch = Launch(
         inputs.q,
         inputs.k,
@@ -141,8 +141,12 @@ def interleave(calls: dict[str, Callable[[], None]], rounds: int) -> dict[str, l
 def measure(heads: int, lens: list[int], rounds: int, value_tiles: int | None = None) -> dict[str, list[float]]:
     """Milliseconds by arm and round for one batch shape."""
     inputs, four = make_inputs(heads, lens, 4)
-    none = replace(four, offsets=torch.zeros_like(four.offsets), slots=torch.zeros_like(four.slots))
-    none = replace(none, host_offsets=[[] for _ in lens], host_slots=[[] for _ in lens])
+    none = replace(
+        four,
+        checkpoint_offsets=torch.zeros_like(four.checkpoint_offsets),
+        state_indices=torch.zeros_like(four.state_indices),
+    )
+    none = replace(none, host_offsets=[[] for _ in lens], host_state_indices=[[] for _ in lens])
     calls = {"flashkda x1": flashkda_once(inputs, four)}
     for name, op in providers(heads, sum(lens), len(lens), value_tiles).items():
         calls[f"{name} 4"] = runner(op, inputs, four)

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Shapes, parameters and small PTX helpers shared by the two KDA prefill kernels.
 #pragma once
 
@@ -40,13 +41,13 @@ struct Params {
   const int32_t* state_indices;
   const uint8_t* has_initial_state;
   const int32_t* checkpoint_offsets;   // [rows, 4] or null
-  const int32_t* checkpoint_slots;
+  const int32_t* checkpoint_state_indices;
   float* state_pool;
   __nv_bfloat16* out;
   unsigned char* workspace;
   int64_t q_stride, k_stride, v_stride, g_stride, beta_stride;   // elements between tokens
-  int64_t slot_stride;                                           // elements between pool slots
-  int64_t num_slots;
+  int64_t state_stride;                                          // elements between states of the pool
+  int64_t num_states;
   float scale;
   float lower_bound;
   int32_t rows;

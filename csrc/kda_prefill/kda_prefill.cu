@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // C entry points of the KDA prefill kernels, called through ctypes with raw pointers.
 #include "prepare.cuh"
 #include "recurrence.cuh"

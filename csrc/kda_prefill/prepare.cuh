@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // First kernel: everything about a chunk that does not depend on the state that enters it.
 //
 // One block per chunk of up to 64 tokens and head. With unit keys k_t, decay products taken inside the chunk

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Second kernel: the recurrence over chunks, one block per row, head and slice of the value dimension.
 //
 // Value columns of the state do not interact, so a slice needs nothing from its neighbours. Four state warps
@@ -113,15 +114,15 @@ __device__ __forceinline__ void unpack(uint32_t (&r)[4], const uint4& x) {
   r[3] = x.w;
 }
 
-// Pool slot of the checkpoint at `position` of the row, or 0.
-__device__ __forceinline__ int checkpoint_slot(const Params& p, int row, int position) {
+// State index of the checkpoint at `position` of the row, or 0.
+__device__ __forceinline__ int checkpoint_state_index(const Params& p, int row, int position) {
   if (p.checkpoint_offsets == nullptr) return 0;
   const int4 at = reinterpret_cast<const int4*>(p.checkpoint_offsets)[row];
-  const int4 slot = reinterpret_cast<const int4*>(p.checkpoint_slots)[row];
-  if (at.x == position) return slot.x;
-  if (at.y == position) return slot.y;
-  if (at.z == position) return slot.z;
-  return at.w == position ? slot.w : 0;
+  const int4 index = reinterpret_cast<const int4*>(p.checkpoint_state_indices)[row];
+  if (at.x == position) return index.x;
+  if (at.y == position) return index.y;
+  if (at.z == position) return index.z;
+  return at.w == position ? index.w : 0;
 }
 
 // Where a block stands: its row's chunks, its records and its corner of the state.
@@ -194,16 +195,16 @@ __device__ __forceinline__ void run_state(const Params& p, RecurrenceShared<kTil
       p.state_pool +
       (static_cast<int64_t>(place.head) * kHeadDim + place.slice * kTiles * 16 + lane / 4) * kHeadDim +
       warp * 32 + 2 * quad;
-  int slots[kMaxCheckpoints];
+  int indices[kMaxCheckpoints];
 #pragma unroll
   for (int i = 0; i < kMaxCheckpoints; ++i) {
-    const int slot = place.cuts.at[i] < place.length ? checkpoint_slot(p, place.row, place.cuts.at[i]) : 0;
-    slots[i] = slot < p.num_slots ? slot : 0;
+    const int index = place.cuts.at[i] < place.length ? checkpoint_state_index(p, place.row, place.cuts.at[i]) : 0;
+    indices[i] = index < p.num_states ? index : 0;
   }
-  const int64_t own_slot = p.state_indices[place.row];
+  const int64_t own_index = p.state_indices[place.row];
   State<kTiles> state = {};
-  if (p.has_initial_state[place.row] && own_slot >= 0 && own_slot < p.num_slots)
-    load_state<kTiles>(state, corner + own_slot * p.slot_stride);
+  if (p.has_initial_state[place.row] && own_index >= 0 && own_index < p.num_states)
+    load_state<kTiles>(state, corner + own_index * p.state_stride);
   publish_state<kTiles>(state, s.state, warp, lane);
   sync_compute();
 
@@ -243,14 +244,14 @@ __device__ __forceinline__ void run_state(const Params& p, RecurrenceShared<kTil
     barrier_arrive(&s.empty[at.index]);
 
     begin = place.cuts.chunk_end(begin);
-    int slot = 0;
+    int index = 0;
 #pragma unroll
     for (int i = 0; i < kMaxCheckpoints; ++i)
-      if (place.cuts.at[i] == begin) slot = max(slot, slots[i]);
-    if (slot > 0) store_state<kTiles>(state, corner + slot * p.slot_stride);
+      if (place.cuts.at[i] == begin) index = max(index, indices[i]);
+    if (index > 0) store_state<kTiles>(state, corner + index * p.state_stride);
     at.next();
   }
-  if (own_slot > 0 && own_slot < p.num_slots) store_state<kTiles>(state, corner + own_slot * p.slot_stride);
+  if (own_index > 0 && own_index < p.num_states) store_state<kTiles>(state, corner + own_index * p.state_stride);
 }
 
 // Q~ comes with the registers of tokens 0-7 and 8-15 in turns.

@@ -12,7 +12,7 @@ Plan = tuple[str, int, int, list[int], dict[int, tuple[int, ...]]]
 QUERY = r"query \[(\d+), (\d+)\)"
 PLANNED = re.compile(rf"KDA prefill plan: request (\S+), {QUERY}, checkpoints (\[.*?\]), blocks (\{{.*\}})")
 EXPORTED = re.compile(
-    rf"\((Worker\S*) .*KDA prefill rows: request (\S+) in row 0, {QUERY}, offsets (\[.*?\]), pages (\{{.*\}})"
+    rf"\((Worker\S*) .*KDA prefill rows: request (\S+) in row 0, {QUERY}, offsets (\[.*?\]), blocks (\{{.*\}})"
 )
 
 

@@ -14,9 +14,9 @@ LOG = """\
 (Main pid=1) INFO 12-03 05:12:00 [x.py:7] KDA prefill plan: request 6-9f, query [512, 2048), checkpoints [1024, 1536], \
 blocks {0: (42, 33), 1: (43, 21)}
 (Worker_TP1_DCP1 pid=3) INFO 12-03 05:12:00 [x.py:7] KDA prefill rows: request 6-9f in row 0, query [512, 2048), \
-offsets [512, 1024], pages {0: [42, 33], 1: [43, 21]}
+offsets [512, 1024], blocks {0: [42, 33], 1: [43, 21]}
 (Worker_TP0_DCP0 pid=2) INFO 12-03 05:12:00 [x.py:7] KDA prefill rows: request 6-9f in row 0, query [512, 2048), \
-offsets [512, 1024], pages {0: [42, 33], 1: [43, 21]}
+offsets [512, 1024], blocks {0: [42, 33], 1: [43, 21]}
 """
 
 

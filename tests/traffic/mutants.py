@@ -24,7 +24,8 @@ from rich.table import Table
 from tests.traffic.machine import PAGE
 from tests.traffic.suite import EXAMPLES, run
 from tests.traffic.world import Setting, World
-from vllm.v1.attention.backends.gdn_checkpoint import GroupRows
+from vllm.v1.attention.backends.checkpoint_rows import CheckpointRows
+from vllm.v1.attention.backends.gdn_checkpoint import CheckpointedGDNMetadataBuilder
 from vllm.v1.core import stock_guards
 from vllm.v1.core.coalescing_kv_cache_manager import CoalescingKVCacheManager
 from vllm.v1.core.prefill_plan import PlanMismatchError
@@ -89,24 +90,26 @@ def stale(original: Any, scheduler: Any, output: Any) -> None:
 @contextmanager
 def rolled_rows() -> Iterator[None]:
     """Destinations of one row with the next row's offsets."""
-    original = GroupRows.of
+    original = CheckpointedGDNMetadataBuilder.bind
 
-    def of(rows: Any, group: int) -> GroupRows:
-        own = original(rows, group)
-        return GroupRows(own.offsets, own.slots[::-1].copy())
+    def bind(builder: Any, rows: CheckpointRows | None, group: int) -> None:
+        if rows is not None:
+            rolled = {other: own[::-1].copy() for other, own in rows.block_ids.items()}
+            rows = CheckpointRows(rows.offsets, rolled)
+        original(builder, rows, group)
 
-    with patch.object(GroupRows, "of", of):
+    with patch.object(CheckpointedGDNMetadataBuilder, "bind", bind):
         yield
 
 
 @contextmanager
 def first_groups_rows() -> Iterator[None]:
-    original = GroupRows.of
+    original = CheckpointedGDNMetadataBuilder.bind
 
-    def of(rows: Any, group: int) -> GroupRows:
-        return original(rows, group if rows is None else min(rows.slots))
+    def bind(builder: Any, rows: CheckpointRows | None, group: int) -> None:
+        original(builder, rows, group if rows is None else min(rows.block_ids, default=group))
 
-    with patch.object(GroupRows, "of", of):
+    with patch.object(CheckpointedGDNMetadataBuilder, "bind", bind):
         yield
 
 

@@ -99,7 +99,7 @@ def test_a_later_span(step):
 @pytest.mark.parametrize("page", [60, 10**6, 2**40])
 def test_page_past_the_cache(step, page):
     step.replace_page(page)
-    step.refuse(rf"request {step.first} .*page {page} is not one of the pages 1 to 59")
+    step.refuse(rf"request {step.first} .*block {page} is not one of the blocks 1 to 59")
 
 
 @pytest.mark.parametrize("page", [0, -1, True, 7.0, np.int64(7), "7", None, [7]])
@@ -111,14 +111,14 @@ def test_page_that_is_no_page_number(step, page):
 def test_page_of_another_plan(step):
     page = step.plans[step.second].block_ids[1][0]
     step.replace_page(page)
-    step.refuse(f"page {page} is request {step.first}'s destination too")
+    step.refuse(f"block {page} is request {step.first}'s destination too")
 
 
 @pytest.mark.parametrize(
     ("pages", "match"),
     [
-        ({7: (40, 41)}, r"pages for KV cache groups \[7\], the worker has \[1\]"),
-        ({1: (40, 41), 2: (42, 43)}, r"pages for KV cache groups \[1, 2\], the worker has \[1\]"),
+        ({7: (40, 41)}, r"blocks for KV cache groups \[7\], the worker has \[1\]"),
+        ({1: (40, 41), 2: (42, 43)}, r"blocks for KV cache groups \[1, 2\], the worker has \[1\]"),
         ({"1": (40, 41)}, r"KV cache groups to tuples of block ids, got '1': \(40, 41\)"),
         ({1: [40, 41]}, r"KV cache groups to tuples of block ids, got 1: \[40, 41\]"),
         ({1: None}, "KV cache groups to tuples of block ids, got 1: None"),

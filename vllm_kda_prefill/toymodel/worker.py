@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from vllm.config import VllmConfig
+from vllm.v1.attention.backends.checkpoint_rows import CheckpointRows, bind_rows
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
-from vllm.v1.attention.backends.gdn_checkpoint import CheckpointedGDNMetadataBuilder, GroupRows
+from vllm.v1.attention.backends.gdn_checkpoint import CheckpointedGDNMetadataBuilder
 from vllm.v1.core.prefill_plan import PLANS_ATTRIBUTE, PrefillPlan, plans_of
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
-from vllm.v1.worker.prefill_plan_rows import CheckpointRows, bind_rows
 from vllm_kda_prefill.toymodel.batch import Batch
 from vllm_kda_prefill.toymodel.blocks import Blocks
 from vllm_kda_prefill.toymodel.checks import check_chain, check_context
@@ -119,8 +119,8 @@ class ToyWorker:
     def _bind(self, plans: Mapping[str, PrefillPlan] | None, batch: Batch) -> CheckpointRows | None:
         """Bind the step's plans to the builders, or stock's rule for None."""
         if plans is None:
-            for builder in self.builders.values():
-                builder.bind(None)
+            for group, builder in self.builders.items():
+                builder.bind(None, group)
             return None
         rows = bind_rows(
             plans,
@@ -129,10 +129,10 @@ class ToyWorker:
             num_scheduled_tokens=batch.scheduled,
             query_start_loc=batch.query_start_loc,
             group_ids=self.builders.keys(),
-            num_pages=len(self.blocks),
+            num_blocks=len(self.blocks),
         )
         for group, builder in self.builders.items():
-            builder.bind(GroupRows.of(rows, group))
+            builder.bind(rows, group)
         return rows
 
     def _metadata(self, batch: Batch, group: int) -> GDNAttentionMetadata:
@@ -152,7 +152,7 @@ class ToyWorker:
         used = {block_id for r in batch.requests for block_id in r.tables[self.attention_group]}
         for m in metadata.values():
             used |= {block_id for row in kda_rows(len(batch.requests), m) for block_id in row.block_ids}
-        clash = used & {int(slot) for slots in rows.slots.values() for slot in slots.flat} - {0}
+        clash = used & {int(block_id) for own in rows.block_ids.values() for block_id in own.flat} - {0}
         assert not clash, f"exports go to blocks {sorted(clash)}, which the same step reads or writes"
 
     # The forward pass.

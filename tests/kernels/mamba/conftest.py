@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random KDA prefill batches, shared by the tests of this folder."""
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from vllm.model_executor.layers.mamba.ops.kda_prefill import CheckpointTargets, KDAPrefillInputs
+from vllm.model_executor.layers.mamba.ops.kda_prefill import Checkpoints, KDAPrefillInputs
 
 
 @dataclass
 class Batch:
-    """Inputs, targets and the pool as it was before the run."""
+    """Inputs, checkpoints and the pool as it was before the run."""
 
     inputs: KDAPrefillInputs
-    targets: CheckpointTargets | None
+    checkpoints: Checkpoints | None
     pool_before: torch.Tensor
 
     @property
@@ -41,13 +42,13 @@ def make_batch(
     beta: tuple[float, float] = (0.0, 1.0),
     norm: float = 1.0,
     value_scale: float = 1.0,
-    page_padding: int = 64,
+    state_padding: int = 64,
     spare_tokens: int = 0,
 ) -> Batch:
-    """A packed batch with Gaussian inputs; ``gate`` and ``beta`` are mean and deviation of the logits.
+    """A packed batch with Gaussian inputs; `gate` and `beta` are mean and deviation of the logits.
 
-    Row ``i`` runs on slot ``i + 1``; checkpoints take the slots behind those in order. Outputs and unused
-    pool slots are poisoned with NaN and a pattern, so that an element nobody wrote shows.
+    Row `i` runs on state `i + 1`; checkpoints take the states behind those in order. Outputs and unused
+    states are poisoned with NaN and a pattern, so that an element nobody wrote shows.
     """
     generator = torch.Generator().manual_seed(seed)
     rows, tokens = len(query_lens), sum(query_lens) + spare_tokens
@@ -59,18 +60,18 @@ def make_batch(
     bf16 = torch.bfloat16
     offsets = offsets if offsets is not None else [[] for _ in query_lens]
     count = sum(1 for row in offsets for offset in row if offset)
-    slots: list[list[int]] = []
-    next_slot = rows + 1
+    indices: list[list[int]] = []
+    next_index = rows + 1
     for row in offsets:
-        slots.append([])
+        indices.append([])
         for offset in row:
-            slots[-1].append(next_slot if offset else 0)
-            next_slot += bool(offset)
-    slot_count = rows + count + 2
-    page = heads * 128 * 128 + page_padding
+            indices[-1].append(next_index if offset else 0)
+            next_index += bool(offset)
+    state_count = rows + count + 2
+    size = heads * 128 * 128 + state_padding
     # A stream of its own: the activations must not depend on the number of checkpoints.
-    pages = torch.Generator().manual_seed(seed + 1)
-    storage = torch.stack([0.3 * torch.randn(page, generator=pages) for _ in range(slot_count)])
+    states = torch.Generator().manual_seed(seed + 1)
+    storage = torch.stack([0.3 * torch.randn(size, generator=states) for _ in range(state_count)])
     pool = storage.to(device)[:, : heads * 128 * 128].unflatten(1, (heads, 128, 128))
     flags = [resumed] * rows if isinstance(resumed, bool) else list(resumed)
     bounds = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
@@ -92,8 +93,8 @@ def make_batch(
         has_initial_state=torch.tensor(flags, dtype=torch.bool, device=device),
         out=torch.full(shape, float("nan"), dtype=bf16, device=device),
     )
-    targets = CheckpointTargets.from_host(offsets, slots, list(query_lens), device) if count else None
-    return Batch(inputs, targets, pool.clone())
+    checkpoints = Checkpoints.from_host(offsets, indices, list(query_lens), device) if count else None
+    return Batch(inputs, checkpoints, pool.clone())
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def batch_factory() -> Callable[..., Batch]:
 
 @pytest.fixture(scope="session")
 def flashkda() -> None:
-    """Stock vLLM's FlashKDA extension, or the library ``FLASHKDA_LIBRARY`` names; else skip."""
+    """Stock vLLM's FlashKDA extension, or the library `FLASHKDA_LIBRARY` names; else skip."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     library = os.environ.get("FLASHKDA_LIBRARY")

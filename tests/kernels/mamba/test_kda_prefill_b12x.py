@@ -1,4 +1,5 @@
-"""The b12x launcher against a stand-in for the package that runs the reference over its pool.
+# SPDX-License-Identifier: Apache-2.0
+"""The b12x launcher against a stub of the package that runs the reference over its pool.
 
 The package itself needs an SM12x GPU; what is pinned here is how its arguments are filled.
 """
@@ -11,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from vllm.model_executor.layers.mamba.ops.kda_prefill import CheckpointTargets, KDAPrefillInputs
+from vllm.model_executor.layers.mamba.ops.kda_prefill import Checkpoints, KDAPrefillInputs
 from vllm.model_executor.layers.mamba.ops.kda_prefill.b12x import B12xLauncher
 from vllm.model_executor.layers.mamba.ops.kda_prefill.reference import ReferenceKDAPrefill
 from vllm.model_executor.layers.mamba.ops.kda_prefill.segmented import SegmentedKDAPrefill
 
 
 class FakePackage:
-    """The part of ``b12x.sequence.kda_prefill`` that the launcher calls."""
+    """The part of `b12x.sequence.kda_prefill` that the launcher calls."""
 
     def __init__(self, supported: bool = True) -> None:
         self.supported = supported
@@ -48,11 +49,11 @@ class FakePackage:
         assert (max_live_tokens, max_live_seqs) == (int(x.num_tokens), int(x.num_seqs))
         rows = max_live_seqs
         pool = torch.cat([x.recurrent_state, torch.zeros(rows, *x.recurrent_state.shape[1:])])
-        scratch_slots = torch.arange(pool.shape[0] - rows, pool.shape[0], dtype=torch.int32)
-        pool[scratch_slots] = pool[x.initial_state_indices]
+        scratch = torch.arange(pool.shape[0] - rows, pool.shape[0], dtype=torch.int32)
+        pool[scratch] = pool[x.initial_state_indices]
         offsets = torch.zeros(rows, 4, dtype=torch.int32)
-        slots = torch.zeros_like(offsets)
-        offsets[:, 0], slots[:, 0] = x.checkpoint_offsets, x.checkpoint_state_indices
+        indices = torch.zeros_like(offsets)
+        offsets[:, 0], indices[:, 0] = x.checkpoint_offsets, x.checkpoint_state_indices
         inputs = KDAPrefillInputs(
             q=x.q[None],
             k=x.k[None],
@@ -65,15 +66,15 @@ class FakePackage:
             lower_bound=lower_bound,
             cu_seqlens=x.cu_seqlens,
             state_pool=pool,
-            state_indices=scratch_slots,
+            state_indices=scratch,
             has_initial_state=torch.ones(rows, dtype=torch.bool),
             out=x.output[None],
         )
         lens = x.cu_seqlens.diff().tolist()
-        targets = CheckpointTargets(offsets, slots, offsets.tolist(), lens, slots.tolist())
-        ReferenceKDAPrefill().run(inputs, targets)
+        checkpoints = Checkpoints(offsets, indices, offsets.tolist(), lens, indices.tolist())
+        ReferenceKDAPrefill().run(inputs, checkpoints)
         x.recurrent_state.copy_(pool[: x.recurrent_state.shape[0]])
-        x.recurrent_state[x.final_state_indices] = pool[scratch_slots]
+        x.recurrent_state[x.final_state_indices] = pool[scratch]
 
 
 def test_segments_over_the_package_match_the_reference(batch_factory):
@@ -81,9 +82,9 @@ def test_segments_over_the_package_match_the_reference(batch_factory):
     launcher = B12xLauncher(num_heads=2, max_num_tokens=256, max_num_seqs=4, device="cpu", op=FakePackage())
     op = SegmentedKDAPrefill(launcher, num_heads=2, max_num_tokens=256, max_num_seqs=4)
     batch = batch_factory(lens, offsets)
-    op.run(batch.inputs, batch.targets)
+    op.run(batch.inputs, batch.checkpoints)
     exact = batch_factory(lens, offsets)
-    ReferenceKDAPrefill().run(exact.inputs, exact.targets)
+    ReferenceKDAPrefill().run(exact.inputs, exact.checkpoints)
     torch.testing.assert_close(batch.out, exact.out, rtol=1e-2, atol=1e-3)
     torch.testing.assert_close(batch.pool, exact.pool, rtol=1e-5, atol=1e-6)
 

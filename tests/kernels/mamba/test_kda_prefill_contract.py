@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Properties every KDA prefill provider keeps; on the CPU over the reference kernel."""
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm.model_executor.layers.mamba.ops.kda_prefill import CheckpointTargets, select_kda_prefill
+from vllm.model_executor.layers.mamba.ops.kda_prefill import Checkpoints, select_kda_prefill
+from vllm.model_executor.layers.mamba.ops.kda_prefill import checkpoints as checkpoints_module
 from vllm.model_executor.layers.mamba.ops.kda_prefill import select as select_module
 from vllm.model_executor.layers.mamba.ops.kda_prefill.base import KDAPrefill
 from vllm.model_executor.layers.mamba.ops.kda_prefill.native import CHUNK_TOKENS, max_chunks
@@ -20,8 +22,8 @@ from vllm.model_executor.layers.mamba.ops.kda_prefill.segmented import (
     Launch,
     Launcher,
     SegmentedKDAPrefill,
-    plan_segments,
 )
+from vllm.model_executor.layers.mamba.ops.kda_prefill.segments import plan_segments
 
 
 class ReferenceLauncher(Launcher):
@@ -44,10 +46,10 @@ class ReferenceLauncher(Launcher):
         if launch.checkpoint_offsets is not None:
             assert launch.checkpoint_offsets.dtype == launch.cu_seqlens.dtype
             offsets[:, 0] = launch.checkpoint_offsets
-        slots = torch.zeros_like(offsets)
-        slots[:, 0] = torch.arange(rows + 1, 2 * rows + 1) * (offsets[:, 0] > 0)
+        indices = torch.zeros_like(offsets)
+        indices[:, 0] = torch.arange(rows + 1, 2 * rows + 1) * (offsets[:, 0] > 0)
         lens = launch.cu_seqlens.diff().tolist()
-        ReferenceKDAPrefill().run(inputs, CheckpointTargets(offsets, slots, offsets.tolist(), lens, slots.tolist()))
+        ReferenceKDAPrefill().run(inputs, Checkpoints(offsets, indices, offsets.tolist(), lens, indices.tolist()))
         launch.final.copy_(states[1 : rows + 1])
         if launch.checkpoint is not None:
             launch.checkpoint.copy_(states[rows + 1 :])
@@ -115,26 +117,26 @@ def test_one_token_follows_the_delta_rule(batch_factory):
 )
 def test_exported_states_equal_states_of_shorter_prompts(provider, batch_factory, lens, offsets):
     batch = batch_factory(lens, offsets, resumed=[i % 2 == 0 for i in range(len(lens))])
-    provider.run(batch.inputs, batch.targets)
+    provider.run(batch.inputs, batch.checkpoints)
     assert not batch.out.isnan().any()
     whole = batch_factory(lens, resumed=[i % 2 == 0 for i in range(len(lens))])
     ReferenceKDAPrefill().run(whole.inputs)
     torch.testing.assert_close(batch.out, whole.out, rtol=1e-2, atol=1e-3)
     rows = len(lens)
     torch.testing.assert_close(batch.pool[1 : rows + 1], whole.pool[1 : rows + 1], rtol=1e-5, atol=1e-6)
-    slot = rows + 1
+    index = rows + 1
     for row, row_offsets in enumerate(offsets):
         states = _states_of_shorter_prompts(batch, row, sum(lens[:row]), sorted(filter(None, row_offsets)))
         for offset in filter(None, row_offsets):
-            torch.testing.assert_close(batch.pool[slot], states[offset], rtol=1e-5, atol=1e-6)
-            slot += 1
-    # The null page and the page nobody names keep their bits.
+            torch.testing.assert_close(batch.pool[index], states[offset], rtol=1e-5, atol=1e-6)
+            index += 1
+    # The null state and the one nobody names keep their bits.
     assert torch.equal(batch.pool[0], batch.pool_before[0])
     assert torch.equal(batch.pool[-1], batch.pool_before[-1])
 
 
 def _states_of_shorter_prompts(batch, row: int, begin: int, offsets: list[int]) -> dict[int, torch.Tensor]:
-    """Final states of prompts that end at ``offsets``, each continuing the one before it."""
+    """Final states of prompts that end at `offsets`, each continuing the one before it."""
     x, pool, states, done = batch.inputs, batch.pool_before.clone(), {}, 0
     present = x.has_initial_state[row : row + 1]
     for offset in offsets:
@@ -159,16 +161,16 @@ def _states_of_shorter_prompts(batch, row: int, begin: int, offsets: list[int]) 
     return states
 
 
-def test_rows_on_the_null_page_write_nothing(provider, batch_factory):
+def test_rows_on_the_null_block_write_nothing(provider, batch_factory):
     batch = batch_factory([20, 40], [[], [16]])
     inputs = dataclasses.replace(batch.inputs, state_indices=torch.tensor([0, -1], dtype=torch.int32))
-    provider.run(inputs, batch.targets)
+    provider.run(inputs, batch.checkpoints)
     changed = [i for i in range(5) if not torch.equal(batch.pool[i], batch.pool_before[i])]
     assert changed == [3]
 
 
 @pytest.mark.parametrize(
-    "offsets,slots,message",
+    "offsets,indices,message",
     [
         ([[96], []], [[3], []], "row 0: checkpoint offset 96 is not inside the row of 96 tokens"),
         ([[], [112]], [[], [3]], "row 1: checkpoint offset 112 is not inside the row of 64 tokens"),
@@ -177,30 +179,48 @@ def test_rows_on_the_null_page_write_nothing(provider, batch_factory):
         ([[16.0], []], [[3], []], "row 0: checkpoint offset 16.0 is not an integer"),
         ([[True], []], [[3], []], "row 0: checkpoint offset True is not an integer"),
         ([[16, 16], []], [[3, 4], []], "row 0: checkpoint offset 16 is given twice"),
-        ([[16], [32]], [[3], [3]], "row 1: checkpoint slot 3 is already taken by row 0"),
-        ([[16], []], [[6], []], "row 0: checkpoint slot 6 is outside the pool of 6 slots"),
-        ([[16], []], [[-1], []], "row 0: checkpoint slot -1 is outside the pool of 6 slots"),
-        ([[16], []], [[0], []], "row 0: checkpoint offset 16 with slot 0; both must be set or both 0"),
-        ([[0], []], [[4], []], "row 0: checkpoint offset 0 with slot 4; both must be set or both 0"),
-        ([[16, 32], []], [[3], []], "row 0: 1 checkpoint slots for 2 checkpoint offsets"),
+        ([[16], [32]], [[3], [3]], "row 1: checkpoint state index 3 is already taken by row 0"),
+        ([[16], []], [[6], []], "row 0: checkpoint state index 6 is outside the pool of 6 states"),
+        ([[16], []], [[-1], []], "row 0: checkpoint state index -1 is outside the pool of 6 states"),
+        ([[16], []], [[0], []], "row 0: checkpoint offset 16 with state index 0; both must be set or both 0"),
+        ([[0], []], [[4], []], "row 0: checkpoint offset 0 with state index 4; both must be set or both 0"),
+        ([[16, 32], []], [[3], []], "row 0: 1 checkpoint state indices for 2 checkpoint offsets"),
         ([[16, 32, 48, 64, 80], []], [[3, 4, 5, 6, 7], []], "row 0: 5 checkpoints; at most 4"),
         ([[16]], [[3]], "does not cover 2 rows"),
     ],
 )
-def test_bad_metadata_raises_and_leaves_everything_untouched(provider, batch_factory, offsets, slots, message):
+def test_bad_metadata_raises_and_leaves_everything_untouched(provider, batch_factory, offsets, indices, message):
     batch = batch_factory([96, 64], [[16], [32]])
-    bad = dataclasses.replace(batch.targets, host_offsets=offsets, host_slots=slots)
+    bad = dataclasses.replace(batch.checkpoints, host_offsets=offsets, host_state_indices=indices)
     with pytest.raises(ValueError, match=message.replace("[", r"\[")):
         provider.run(batch.inputs, bad)
     assert torch.equal(batch.pool, batch.pool_before)
     assert batch.out.isnan().all()
 
 
-def test_checkpoint_on_a_running_page_is_refused(provider, batch_factory):
+def test_checkpoints_are_read_once_for_each_batch_shape(batch_factory, monkeypatch):
+    """All layers of a step share one metadata object; a batch of another shape, or wrong metadata, is read anew."""
+    provider, read = ReferenceKDAPrefill(), []
+    check = checkpoints_module._check_offsets
+
+    def check_and_note(row, *values):
+        read.append(row)
+        check(row, *values)
+
+    monkeypatch.setattr(checkpoints_module, "_check_offsets", check_and_note)
     batch = batch_factory([96, 64], [[16], [32]])
-    bad = dataclasses.replace(batch.targets, host_slots=[[2], [4]], host_state_indices=[1, 2])
-    with pytest.raises(ValueError, match="row 0: checkpoint slot 2 is a row's running state"):
-        provider.run(batch.inputs, bad)
+    for _ in range(3):
+        provider.run(batch.inputs, batch.checkpoints)
+    assert read == [0, 1]
+    larger = dataclasses.replace(batch.inputs, state_pool=torch.cat([batch.pool, batch.pool]))
+    provider.run(larger, batch.checkpoints)
+    assert read == [0, 1] * 2
+    smaller = dataclasses.replace(batch.inputs, state_pool=batch.pool[:4])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="outside the pool of 4 states"):
+            provider.run(smaller, batch.checkpoints)
+    provider.run(batch.inputs, dataclasses.replace(batch.checkpoints))
+    assert read == [0, 1] * 5
 
 
 @pytest.mark.parametrize("field", ["q", "g", "beta", "A_log", "dt_bias", "state_pool", "cu_seqlens", "out"])
@@ -211,15 +231,15 @@ def test_wrong_dtype_is_named(provider, batch_factory, field):
         provider.run(wrong)
 
 
-def test_four_checkpoints_take_three_launches_without_repeated_tokens(batch_factory):
+def test_four_checkpoints_take_three_launches_of_new_tokens(batch_factory):
     launcher = ReferenceLauncher()
     op = SegmentedKDAPrefill(launcher, num_heads=2, max_num_tokens=512, max_num_seqs=8)
     batch = batch_factory([128], [[64, 96, 112, 16]])
-    op.run(batch.inputs, batch.targets)
+    op.run(batch.inputs, batch.checkpoints)
     assert launcher.tokens == [64, 48, 16]
     launcher.tokens.clear()
     batch = batch_factory([20, 128, 33], [[], [64], []])
-    op.run(batch.inputs, batch.targets)
+    op.run(batch.inputs, batch.checkpoints)
     assert launcher.tokens == [181]
 
 
@@ -272,13 +292,10 @@ def test_unknown_backend_is_refused():
 def test_auto_and_triton_fall_back_to_the_stock_path():
     assert select_kda_prefill("triton", capability=(9, 0), **SELECT) is None
     assert select_kda_prefill("auto", capability=(8, 0), **SELECT) is None
-    op = select_kda_prefill("reference", capability=None, **SELECT)
-    assert op is not None
-    assert op.max_checkpoints == 4
-    assert op.alignment == 16
+    assert isinstance(select_kda_prefill("reference", capability=None, **SELECT), ReferenceKDAPrefill)
 
 
-def test_auto_falls_back_to_flashkda_where_the_native_kernel_cannot_be_built(monkeypatch, caplog):
+def test_auto_is_flashkda_where_the_native_kernel_cannot_be_built(monkeypatch, caplog):
     def refuse(sizes):
         raise RuntimeError("nvcc was not found")
 

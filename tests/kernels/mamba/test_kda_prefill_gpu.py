@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """KDA prefill providers on a GPU, against the token-by-token reference in fp64."""
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def errors(op: KDAPrefill, batch, exact) -> tuple[float, float]:
-    """Relative errors of the output and of the worst state of ``batch`` after ``op`` ran on a copy."""
+    """Relative errors of the output and of the worst state of `batch` after `op` ran on a copy."""
     inputs = dataclasses.replace(
         batch.inputs, state_pool=batch.pool_before.clone(), out=torch.full_like(batch.out, float("nan"))
     )
-    op.run(inputs, batch.targets)
+    op.run(inputs, batch.checkpoints)
     assert torch.equal(inputs.state_pool[0], batch.pool_before[0])
     assert torch.equal(inputs.state_pool[-1], batch.pool_before[-1])
     states = [
@@ -76,7 +77,7 @@ def errors(op: KDAPrefill, batch, exact) -> tuple[float, float]:
 def reference(batch) -> KDAPrefillInputs:
     """Inputs whose output (fp64 rounded to bf16) and pool hold the exact results."""
     inputs = dataclasses.replace(batch.inputs, state_pool=batch.pool_before.clone(), out=torch.empty_like(batch.out))
-    ReferenceKDAPrefill().run(inputs, batch.targets)
+    ReferenceKDAPrefill().run(inputs, batch.checkpoints)
     return inputs
 
 
@@ -102,7 +103,7 @@ def test_output_and_every_state_match_the_reference(provider, batch_factory, len
     assert state < 1e-2
 
 
-def test_native_takes_checkpoints_at_every_chunk(batch_factory):
+def test_native_takes_checkpoints_at_every_aligned_offset(batch_factory):
     op = build("native")
     for first in range(16, 128, 64):
         batch = batch_factory([144], [[first, first + 16, first + 32, first + 48][:4]], heads=HEADS, device="cuda")
@@ -134,7 +135,7 @@ def test_native_error_is_no_larger_than_flashkda(flashkda, batch_factory, case):
 def _whole_and_cut(name, batch_factory, lens, offsets, **kwargs):
     op = build(name)
     cut = batch_factory(lens, offsets, heads=HEADS, device="cuda", **kwargs)
-    op.run(cut.inputs, cut.targets)
+    op.run(cut.inputs, cut.checkpoints)
     whole = batch_factory(lens, heads=HEADS, device="cuda", **kwargs)
     op.run(whole.inputs)
     return whole, cut
@@ -147,7 +148,7 @@ def test_segmented_output_is_bit_identical_to_one_launch(flashkda, batch_factory
 
 
 @pytest.mark.parametrize("gate", [-3.0, -30.0])
-def test_segmented_output_with_long_memory_differs_only_behind_the_first_cut(flashkda, batch_factory, gate):
+def test_segmented_output_differs_only_behind_the_first_cut(flashkda, batch_factory, gate):
     """FlashKDA hands states out as bf16 and goes on with finer ones, so a cut costs it a rounding."""
     lens, offsets = [1024], [[144, 160, 336, 480]]
     whole, cut = _whole_and_cut("flashkda", batch_factory, lens, offsets, gate=(gate, 1.0))
@@ -172,9 +173,9 @@ def test_native_resumes_from_an_exported_state_without_a_trace(batch_factory, ga
     """A prefix-cache hit on an exported state continues with the bits of the run that exported it."""
     op = build("native")
     batch = batch_factory([700], [[192, 448]], heads=HEADS, device="cuda", gate=(gate, 1.0))
-    op.run(batch.inputs, batch.targets)
+    op.run(batch.inputs, batch.checkpoints)
     x = batch.inputs
-    for slot, position in ((2, 192), (3, 448)):
+    for index, position in ((2, 192), (3, 448)):
         rest = slice(position, None)
         resumed = dataclasses.replace(
             x,
@@ -185,25 +186,27 @@ def test_native_resumes_from_an_exported_state_without_a_trace(batch_factory, ga
             beta=x.beta[:, rest],
             out=torch.empty_like(x.out[:, rest]),
             cu_seqlens=torch.tensor([0, 700 - position], dtype=torch.int32, device="cuda"),
-            state_indices=torch.tensor([slot], dtype=torch.int32, device="cuda"),
+            state_indices=torch.tensor([index], dtype=torch.int32, device="cuda"),
             has_initial_state=torch.tensor([True], device="cuda"),
         )
         op.run(resumed)
         assert torch.equal(resumed.out, batch.out[:, rest])
-        assert torch.equal(batch.pool[slot], batch.pool[1])
+        assert torch.equal(batch.pool[index], batch.pool[1])
 
 
 def test_strided_metadata_is_understood(provider, batch_factory):
     """State indices may be a column of a block table, checkpoint tables a part of a wider one."""
     batch = batch_factory([100, 64], [[32, 64], [16]], heads=HEADS, device="cuda")
     op = build(provider)
-    op.run(batch.inputs, batch.targets)
+    op.run(batch.inputs, batch.checkpoints)
 
     def column(tensor):
         return torch.stack([tensor, torch.zeros_like(tensor)], -1)[..., 0]
 
-    targets = dataclasses.replace(
-        batch.targets, offsets=column(batch.targets.offsets), slots=column(batch.targets.slots)
+    checkpoints = dataclasses.replace(
+        batch.checkpoints,
+        checkpoint_offsets=column(batch.checkpoints.checkpoint_offsets),
+        state_indices=column(batch.checkpoints.state_indices),
     )
     inputs = dataclasses.replace(
         batch.inputs,
@@ -213,7 +216,7 @@ def test_strided_metadata_is_understood(provider, batch_factory):
         out=torch.empty_like(batch.out),
     )
     assert not inputs.state_indices.is_contiguous()
-    op.run(inputs, targets)
+    op.run(inputs, checkpoints)
     assert torch.equal(inputs.out, batch.out)
     assert torch.equal(inputs.state_pool, batch.pool)
 
@@ -225,49 +228,49 @@ def test_strided_activations_are_read_in_place(batch_factory):
     q, k, v = (part.unflatten(-1, (HEADS, 128)) for part in fused.chunk(3, -1))
     assert not q.is_contiguous()
     op = build("native")
-    op.run(batch.inputs, batch.targets)
+    op.run(batch.inputs, batch.checkpoints)
     strided = dataclasses.replace(x, q=q, k=k, v=v, state_pool=batch.pool_before.clone(), out=torch.empty_like(x.out))
-    op.run(strided, batch.targets)
+    op.run(strided, batch.checkpoints)
     assert torch.equal(strided.out, batch.out)
     assert torch.equal(strided.state_pool, batch.pool)
 
 
-def test_slots_past_two_to_the_31_elements(provider, batch_factory):
-    """The last slot starts more than 2^31 elements (8 GiB) into the pool."""
+def test_states_past_two_to_the_31_elements(provider, batch_factory):
+    """The last state starts more than 2^31 elements (8 GiB) into the pool."""
     batch = batch_factory([96], [[32, 64]], heads=1, device="cuda")
     exact = reference(batch)
-    page = 2**31 // 5 // 64 * 64 + 64
-    storage = torch.zeros(7, page, device="cuda")
+    stride = 2**31 // 5 // 64 * 64 + 64
+    storage = torch.zeros(7, stride, device="cuda")
     pool = storage[:, : 128 * 128].view(7, 1, 128, 128)
     pool[:5] = batch.pool_before
     pool[6] = batch.pool_before[1]
-    slots = torch.tensor([[6 - 1, 2, 0, 0]], dtype=torch.int32, device="cuda")
-    targets = dataclasses.replace(batch.targets, slots=slots, host_slots=[[5, 2]])
+    state_indices = torch.tensor([[6 - 1, 2, 0, 0]], dtype=torch.int32, device="cuda")
+    checkpoints = dataclasses.replace(batch.checkpoints, state_indices=state_indices, host_state_indices=[[5, 2]])
     inputs = dataclasses.replace(
         batch.inputs,
         state_pool=pool,
         state_indices=torch.tensor([6], dtype=torch.int32, device="cuda"),
         out=torch.empty_like(batch.out),
     )
-    build(provider, heads=1).run(inputs, targets)
+    build(provider, heads=1).run(inputs, checkpoints)
     assert relative_error(inputs.out, exact.out) < 1e-2
-    for slot, source in ((6, 1), (5, 2), (2, 3)):
-        assert relative_error(pool[slot], exact.state_pool[source]) < 1e-2
+    for index, source in ((6, 1), (5, 2), (2, 3)):
+        assert relative_error(pool[index], exact.state_pool[source]) < 1e-2
     pool[[2, 5, 6]] = 0
     storage[:5, : 128 * 128][[0, 1, 3, 4]] = 0
     assert not storage.any()
 
 
 def test_device_never_writes_outside_the_pool(provider, batch_factory):
-    """Slots the host could not see (no host copy) at or below 0 or past the pool are skipped."""
+    """State indices the host could not see (no host copy) at or below 0 or past the pool are skipped."""
     batch = batch_factory([96], [[16, 32, 48, 64]], heads=HEADS, device="cuda")
     guarded = torch.zeros(12, HEADS, 128, 128, device="cuda")
     pool = guarded[4:8]
     pool.copy_(batch.pool_before[:4])
-    slots = torch.tensor([[-1, 4, 0, 3]], dtype=torch.int32, device="cuda")
-    targets = dataclasses.replace(batch.targets, slots=slots, host_slots=None)
+    state_indices = torch.tensor([[-1, 4, 0, 3]], dtype=torch.int32, device="cuda")
+    checkpoints = dataclasses.replace(batch.checkpoints, state_indices=state_indices, host_state_indices=None)
     inputs = dataclasses.replace(batch.inputs, state_pool=pool)
-    build(provider).run(inputs, targets)
+    build(provider).run(inputs, checkpoints)
     assert not guarded[:4].any()
     assert not guarded[8:].any()
     assert torch.equal(pool[0], batch.pool_before[0])
@@ -278,8 +281,8 @@ def test_device_never_writes_outside_the_pool(provider, batch_factory):
 def test_bad_metadata_leaves_the_pool_bit_identical(provider, batch_factory):
     batch = batch_factory([96], [[16, 32]], heads=HEADS, device="cuda")
     op = build(provider)
-    for offsets, slots in (([[16, 96]], [[2, 3]]), ([[16, 40]], [[2, 3]]), ([[16, 32]], [[2, 2]])):
-        bad = dataclasses.replace(batch.targets, host_offsets=offsets, host_slots=slots)
+    for offsets, state_indices in (([[16, 96]], [[2, 3]]), ([[16, 40]], [[2, 3]]), ([[16, 32]], [[2, 2]])):
+        bad = dataclasses.replace(batch.checkpoints, host_offsets=offsets, host_state_indices=state_indices)
         with pytest.raises(ValueError, match="row 0"):
             op.run(batch.inputs, bad)
     torch.cuda.synchronize()
@@ -287,24 +290,24 @@ def test_bad_metadata_leaves_the_pool_bit_identical(provider, batch_factory):
     assert batch.out.isnan().all()
 
 
-def test_native_replays_in_a_graph_with_other_lengths_offsets_and_slots(batch_factory):
+def test_native_replays_in_a_graph_with_another_plan(batch_factory):
     op = build("native")
     captured = batch_factory([300, 84], [[64, 128, 256], [16]], heads=HEADS, device="cuda")
     workspace = tuple(torch.empty(s, dtype=d, device="cuda") for s, d in op.workspace_specs())
-    op.run(captured.inputs, captured.targets, workspace)
+    op.run(captured.inputs, captured.checkpoints, workspace)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        op.run(captured.inputs, captured.targets, workspace)
+        op.run(captured.inputs, captured.checkpoints, workspace)
 
     live = batch_factory([150, 234], [[32], [16, 96, 224]], heads=HEADS, device="cuda", seed=7)
     for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "has_initial_state"):
         getattr(captured.inputs, name).copy_(getattr(live.inputs, name))
-    captured.targets.offsets.copy_(live.targets.offsets)
-    captured.targets.slots.copy_(live.targets.slots)
+    captured.checkpoints.checkpoint_offsets.copy_(live.checkpoints.checkpoint_offsets)
+    captured.checkpoints.state_indices.copy_(live.checkpoints.state_indices)
     captured.pool.copy_(live.pool_before)
     graph.replay()
-    op.run(live.inputs, live.targets, workspace)
+    op.run(live.inputs, live.checkpoints, workspace)
     assert torch.equal(captured.out, live.out)
     assert torch.equal(captured.pool, live.pool)
 
@@ -314,10 +317,10 @@ def test_every_recurrence_width_agrees(batch_factory, tiles):
     from vllm.model_executor.layers.mamba.ops.kda_prefill.native import NativeKDAPrefill
 
     batch = batch_factory([300, 70], [[48, 128], [16]], heads=HEADS, device="cuda")
-    build("native").run(batch.inputs, batch.targets)
+    build("native").run(batch.inputs, batch.checkpoints)
     other = dataclasses.replace(batch.inputs, state_pool=batch.pool_before.clone(), out=torch.empty_like(batch.out))
     op = NativeKDAPrefill(num_heads=HEADS, max_num_tokens=512, max_num_seqs=4, value_tiles=tiles)
-    op.run(other, batch.targets)
+    op.run(other, batch.checkpoints)
     # One tile sums in two chains, so its last bits differ.
     assert relative_error(other.out, batch.out) < 4e-3
     assert relative_error(other.state_pool, batch.pool) < 2e-3

@@ -1,4 +1,5 @@
-"""What the native launcher hands to its library; the library is a stand-in, so this runs without a GPU."""
+# SPDX-License-Identifier: Apache-2.0
+"""What the native launcher hands to its library; the library is a stub, so this runs without a GPU."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def test_addresses_strides_and_counts(batch_factory, build_native):
     library = FakeLibrary()
     batch = batch_factory([100, 60], [[32, 64], [16]])
     x = batch.inputs
-    build_native(library).run(x, batch.targets)
+    build_native(library).run(x, batch.checkpoints)
     (launch,) = library.launches
     for field, tensor in (
         ("q", x.q),
@@ -60,16 +61,16 @@ def test_addresses_strides_and_counts(batch_factory, build_native):
         ("cu_seqlens", x.cu_seqlens),
         ("state_indices", x.state_indices),
         ("has_initial_state", x.has_initial_state),
-        ("checkpoint_offsets", batch.targets.offsets),
-        ("checkpoint_slots", batch.targets.slots),
+        ("checkpoint_offsets", batch.checkpoints.checkpoint_offsets),
+        ("checkpoint_state_indices", batch.checkpoints.state_indices),
         ("state_pool", x.state_pool),
         ("out", x.out),
     ):
         assert launch[field] == tensor.data_ptr(), field
     assert launch["q_stride"] == 2 * 128
     assert launch["beta_stride"] == x.beta.stride(1) == 5
-    assert launch["slot_stride"] == x.state_pool.stride(0) == 2 * 128 * 128 + 64
-    assert (launch["num_slots"], launch["rows"], launch["heads"]) == (x.state_pool.shape[0], 2, 2)
+    assert launch["state_stride"] == x.state_pool.stride(0) == 2 * 128 * 128 + 64
+    assert (launch["num_states"], launch["rows"], launch["heads"]) == (x.state_pool.shape[0], 2, 2)
     assert (launch["head_begin"], launch["head_count"]) == (0, 2)
     assert launch["max_chunks"] == max_chunks(160, 2, checkpoints=True)
     assert launch["value_tiles"] == 1
@@ -77,15 +78,15 @@ def test_addresses_strides_and_counts(batch_factory, build_native):
     assert launch["lower_bound"] == -5.0
 
 
-def test_without_targets_there_are_no_checkpoint_tables(batch_factory, build_native):
+def test_without_checkpoints_there_are_no_tables(batch_factory, build_native):
     library = FakeLibrary()
     build_native(library).run(batch_factory([100]).inputs)
     (launch,) = library.launches
     assert launch["checkpoint_offsets"] is None
-    assert launch["checkpoint_slots"] is None
+    assert launch["checkpoint_state_indices"] is None
 
 
-def test_heads_take_turns_when_the_workspace_is_too_small_for_all(batch_factory, build_native):
+def test_heads_take_turns_in_a_workspace_too_small_for_all(batch_factory, build_native):
     library = FakeLibrary()
     op = build_native(library, max_num_tokens=80, max_num_seqs=16)
     ((bytes_needed,), _), *_ = op.workspace_specs()
@@ -105,9 +106,9 @@ def test_turns_have_equal_sizes(batch_factory, build_native):
     assert all(launch["max_chunks"] == 5 for launch in library.launches)
 
 
-def test_pages_off_the_16_byte_grid_are_refused(batch_factory, build_native):
+def test_states_off_the_16_byte_grid_are_refused(batch_factory, build_native):
     op = build_native(FakeLibrary())
-    batch = batch_factory([32], page_padding=2)
+    batch = batch_factory([32], state_padding=2)
     with pytest.raises(ValueError, match="not at 16-byte boundaries"):
         op.run(batch.inputs)
 

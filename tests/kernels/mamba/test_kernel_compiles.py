@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every kernel compiles for every architecture it claims, without spills or local memory."""
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import subprocess
 import pytest
 
 from vllm.model_executor.layers.mamba.ops.kda_prefill import build, native
+from vllm.model_executor.layers.mamba.ops.kda_prefill.base import HEAD_DIM
+from vllm.v1.core.prefill_plan import CHECKPOINT_ALIGNMENT, MAX_CHECKPOINTS
 
 NVCC = build.find_nvcc()
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc; none under CUDA_HOME, PATH or /usr/local/cuda")
@@ -57,6 +60,16 @@ def test_the_launcher_and_the_library_agree(tmp_path, monkeypatch):
     assert library.kda_prefill_params_bytes() == ctypes.sizeof(native._Params)
     # One record a chunk of 64 tokens: four operands of 64 x 128, ten 16 x 16 products, the decay.
     assert library.kda_prefill_record_bytes() == 2 * (4 * 64 * 128 + 10 * 16 * 16) + 4 * 128
+
+
+def test_the_sources_and_the_launcher_share_their_constants():
+    text = (build.source_dir() / "common.cuh").read_text(encoding="utf-8")
+    constants = {name: int(value) for name, value in re.findall(r"constexpr int (k\w+) = (\d+);", text)}
+    assert constants["kChunk"] == native.CHUNK_TOKENS
+    assert constants["kMaxCheckpoints"] == MAX_CHECKPOINTS
+    assert constants["kHeadDim"] == HEAD_DIM
+    # A chunk may end at any checkpoint, so none may lie inside a gate block.
+    assert constants["kBlock"] == CHECKPOINT_ALIGNMENT
 
 
 def test_build_without_nvcc_says_what_to_do(monkeypatch, tmp_path):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GDN metadata carries plans in packed request order, and stock's checkpoint where no plans are bound."""
 
 from typing import Any
@@ -7,12 +8,12 @@ import pytest
 import torch
 
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.gdn_checkpoint import CheckpointedGDNMetadataBuilder, GroupRows
+from vllm.v1.attention.backends.checkpoint_rows import bind_rows
+from vllm.v1.attention.backends.gdn_checkpoint import CheckpointedGDNMetadataBuilder
 from vllm.v1.core.prefill_plan import PlanMismatchError, PrefillPlan
-from vllm.v1.worker.prefill_plan_rows import bind_rows
 from vllm_kda_prefill.planning import Layout
 
-PAGES = 1000
+BLOCKS = 1000
 LONG = PrefillPlan(0, 8192, (4096, 6144, 7168, 7680), {1: (900, 901, 902, 903), 2: (910, 911, 912, 913)})
 SHORT = PrefillPlan(1024, 2048, (1536,), {1: (920,), 2: (921,)})
 
@@ -66,10 +67,10 @@ class Batch:
             num_scheduled_tokens=self.scheduled,
             query_start_loc=self.starts,
             group_ids=(1, 2),
-            num_pages=PAGES,
+            num_blocks=BLOCKS,
         )
         for group, builder in zip((1, 2), builders, strict=True):
-            builder.bind(GroupRows.of(rows, group))
+            builder.bind(rows, group)
 
     def build(self, builder):
         extra = {}
@@ -81,10 +82,10 @@ class Batch:
         return builder.build(0, self.common(), **extra)
 
 
-def check(checkpoint, offsets, slots):
+def check(checkpoint, offsets, state_indices):
     assert checkpoint.checkpoint_offsets.dtype == checkpoint.state_indices.dtype == torch.int32
     assert checkpoint.checkpoint_offsets.tolist() == checkpoint.host_offsets == offsets
-    assert checkpoint.state_indices.tolist() == checkpoint.host_slots == slots
+    assert checkpoint.state_indices.tolist() == checkpoint.host_state_indices == state_indices
 
 
 def test_pure_prefill(builders):
@@ -100,7 +101,7 @@ def test_pure_prefill(builders):
 
 
 @pytest.mark.parametrize("builders", [0], indirect=True)
-def test_prefill_among_decodes_keeps_a_row_for_every_request_of_the_prefill_kernel(builders):
+def test_prefill_among_decodes_keeps_a_row_for_every_request(builders):
     batch = Batch(("a", 700, 1, -1), ("b", 90, 1, -1), ("long", 0, 8192, -1))
     batch.bind(builders, {"long": LONG})
     metadata = batch.build(builders[0])
@@ -135,7 +136,7 @@ def test_a_plan_on_a_draft_verify_row_is_refused(builders):
         batch.build(builders[0])
 
 
-def test_a_second_group_gets_its_own_pages(builders):
+def test_a_second_group_gets_its_own_blocks(builders):
     batch = Batch(("short", 1024, 1024, -1), ("long", 0, 8192, -1))
     batch.bind(builders, {"long": LONG, "short": SHORT})
     first = batch.build(builders[0])
@@ -161,17 +162,17 @@ def test_a_planned_batch_exports_nothing_for_rows_without_a_plan(builders):
 
 def test_without_bound_plans_a_row_has_stocks_checkpoint(builders):
     batch = Batch(("long", 0, 8192, -1), ("aligned", 1024, 1030, -1))
-    for builder in builders:
-        builder.bind(None)
+    for group, builder in zip((1, 2), builders, strict=True):
+        builder.bind(None, group)
     checkpoint = batch.build(builders[0]).checkpoint
-    # Stock's page is in the block table, two columns before the end of the query.
+    # Stock's block is in the block table, two columns before the end of the query.
     assert checkpoint.checkpoint_offsets.tolist() == [[7680, 0, 0, 0], [1024, 0, 0, 0]]
     assert checkpoint.state_indices.tolist() == [
         [int(batch.table[0, 14]), 0, 0, 0],
         [int(batch.table[1, 3]), 0, 0, 0],
     ]
     assert checkpoint.host_offsets == [[7680, 0, 0, 0], [1024, 0, 0, 0]]
-    assert checkpoint.host_slots is None
+    assert checkpoint.host_state_indices is None
     builders[1].mamba_aligned_state_indices = batch.table[:, :4]
     other = builders[1].update_block_table(batch.build(builders[0]), batch.table + 500, torch.zeros(1))
     assert other.checkpoint.state_indices.tolist() == [

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the metadata builders are bound to while a batch's metadata is built, and how often they are bound."""
 
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ mamba_hybrid = pytest.importorskip(
 )
 
 from vllm.plugins.kda_prefill_coalescing import settings  # noqa: E402
-from vllm.v1.attention.backends.gdn_checkpoint import NOTHING, CheckpointedGDNMetadataBuilder  # noqa: E402
+from vllm.v1.attention.backends.checkpoint_rows import NOTHING  # noqa: E402
+from vllm.v1.attention.backends.gdn_checkpoint import CheckpointedGDNMetadataBuilder  # noqa: E402
 from vllm.v1.core import prefill_plan  # noqa: E402
 from vllm.v1.core.prefill_plan import PlanMismatchError, PrefillPlan  # noqa: E402
 from vllm.v1.worker.gpu.model_states.checkpointed_mamba_hybrid import (  # noqa: E402
@@ -26,10 +28,11 @@ class Builder(CheckpointedGDNMetadataBuilder):
 
     def __init__(self) -> None:
         self.rows: Any = None
+        self.group_id = 0
         self.binds = 0
 
-    def bind(self, rows):
-        self.rows = rows
+    def bind(self, rows, group_id):
+        self.rows, self.group_id = rows, group_id
         self.binds += 1
 
 
@@ -78,7 +81,8 @@ def test_an_announced_batch_without_plans_exports_nothing(batches):
 
 def test_a_plan_is_bound_for_its_batch_alone(batches):
     rows = batches.prepare({"a": PLAN})
-    assert [share.slots.tolist() for share in rows] == [[[30, 0, 0, 0]], [[31, 0, 0, 0]]]
+    own = [bound.block_ids[builder.group_id].tolist() for bound, builder in zip(rows, batches.builders, strict=True)]
+    assert own == [[[30, 0, 0, 0]], [[31, 0, 0, 0]]]
     assert batches.prepare({}) == [NOTHING, NOTHING]
     batches.prepare({"a": PLAN})
     assert batches.prepare(None) == [None, None]
@@ -130,5 +134,5 @@ def test_what_a_rank_exports_is_logged_up_to_the_limit(batches, monkeypatch, lim
     for _ in range(3):
         batches.prepare({"a": PLAN})
         batches.prepare({})
-    line = "KDA prefill rows: request a in row 0, query [0, 1024), offsets [512], pages {1: [30], 2: [31]}"
+    line = "KDA prefill rows: request a in row 0, query [0, 1024), offsets [512], blocks {1: [30], 2: [31]}"
     assert lines == [line] * logged

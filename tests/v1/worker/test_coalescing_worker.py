@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The worker hands every real step's plans on, and knows vLLM's warm-up from a step without plans."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of a scheduler output become rows of the worker's batch, or the step fails."""
 
 import pickle
@@ -6,9 +7,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from vllm.v1.attention.backends.checkpoint_rows import NOTHING, bind_rows
 from vllm.v1.core.prefill_plan import PLANS_ATTRIBUTE, PlanMismatchError, PrefillPlan, plans_of
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.worker.prefill_plan_rows import bind_rows
 
 GROUPS = (1, 2)
 PLAN = PrefillPlan(512, 8704, (4608, 6656, 7680, 8192), {1: (10, 11, 12, 13), 2: (20, 21, 22, 23)})
@@ -23,7 +24,7 @@ def bind(plans, **changes):
         "num_scheduled_tokens": np.array([1, 8192, 4, 1024]),
         "query_start_loc": np.array([0, 1, 8193, 8197, 9221]),
         "group_ids": GROUPS,
-        "num_pages": 100,
+        "num_blocks": 100,
     }
     return bind_rows(plans, **{**batch, **changes})
 
@@ -32,12 +33,12 @@ def test_rows_follow_the_packed_request_order():
     rows = bind({"short": SHORT, "long": PLAN})
     assert rows.offsets.dtype == np.int32
     assert rows.offsets.tolist() == [[0] * 4, [4096, 6144, 7168, 7680], [0] * 4, [512, 0, 0, 0]]
-    assert rows.slots[1].tolist() == [[0] * 4, [10, 11, 12, 13], [0] * 4, [30, 0, 0, 0]]
-    assert rows.slots[2].tolist() == [[0] * 4, [20, 21, 22, 23], [0] * 4, [31, 0, 0, 0]]
+    assert rows.block_ids[1].tolist() == [[0] * 4, [10, 11, 12, 13], [0] * 4, [30, 0, 0, 0]]
+    assert rows.block_ids[2].tolist() == [[0] * 4, [20, 21, 22, 23], [0] * 4, [31, 0, 0, 0]]
 
 
 def test_a_batch_without_plans_has_no_rows():
-    assert bind({}) is None
+    assert bind({}) is NOTHING
 
 
 def test_a_plan_for_a_missing_request_is_refused():
@@ -64,19 +65,19 @@ def test_a_span_other_than_the_workers_own_is_refused(changes):
         bind({"long": PLAN}, **changes)
 
 
-def test_pages_for_other_groups_are_refused():
+def test_blocks_for_other_groups_are_refused():
     with pytest.raises(PlanMismatchError, match=r"groups \[1, 2\], the worker has \[1\]"):
         bind({"long": PLAN}, group_ids=(1,))
 
 
-def test_a_page_outside_the_cache_is_refused():
-    with pytest.raises(PlanMismatchError, match="page 23 is not one of the pages 1 to 22"):
-        bind({"long": PLAN}, num_pages=23)
+def test_a_block_outside_the_cache_is_refused():
+    with pytest.raises(PlanMismatchError, match="block 23 is not one of the blocks 1 to 22"):
+        bind({"long": PLAN}, num_blocks=23)
 
 
-def test_a_page_of_two_requests_is_refused():
+def test_a_block_of_two_requests_is_refused():
     aliased = PrefillPlan(0, 1024, (512,), {1: (12,), 2: (31,)})
-    with pytest.raises(PlanMismatchError, match="page 12 is request long's destination too"):
+    with pytest.raises(PlanMismatchError, match="block 12 is request long's destination too"):
         bind({"long": PLAN, "short": aliased})
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every worker process binds the same rows from the one scheduler output that the executor broadcasts."""
 
 import multiprocessing
@@ -8,8 +9,8 @@ import torch.distributed as dist
 
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.utils.network_utils import get_open_port
+from vllm.v1.attention.backends.checkpoint_rows import bind_rows
 from vllm.v1.core.prefill_plan import plans_of
-from vllm.v1.worker.prefill_plan_rows import bind_rows
 from vllm_kda_prefill.planning import Engine, Layout
 
 LAYOUT = Layout(dcp=4, mtp=3, mamba_groups=2)
@@ -34,10 +35,9 @@ def worker(rank, ranks, port, handle, shift, results):
             num_scheduled_tokens=scheduled,
             query_start_loc=np.concatenate([[0], np.cumsum(scheduled)]),
             group_ids=GROUPS,
-            num_pages=LAYOUT.num_blocks,
+            num_blocks=LAYOUT.num_blocks,
         )
-        assert rows is not None
-        mine = (ids, rows.offsets.tolist(), {group: rows.slots[group].tolist() for group in GROUPS})
+        mine = (ids, rows.offsets.tolist(), {group: rows.block_ids[group].tolist() for group in GROUPS})
     except RuntimeError as error:
         mine = str(error)
     everyone: list = [None] * ranks
@@ -74,10 +74,10 @@ def broadcast(ranks, shifts):
 def test_every_rank_binds_the_same_rows(ranks):
     answers = broadcast(ranks, [0] * ranks)
     assert sorted(answers) == list(range(ranks))
-    ids, offsets, slots = answers[0][0]
+    ids, offsets, block_ids = answers[0][0]
     assert ids == ["long", "short"]
     assert offsets == [[2048, 4096, 4608, 0], [2048, 0, 0, 0]]
-    assert all(0 not in slots[group][0][:3] for group in GROUPS)
+    assert all(0 not in block_ids[group][0][:3] for group in GROUPS)
     for everyone in answers.values():
         assert everyone == [answers[0][0]] * ranks
 

@@ -158,10 +158,22 @@ PATCHES = (
     Patch(
         name="models",
         how="registry: ModelRegistry.register_model",
-        why="KDA layers export every planned state; their weights and cache specs stay stock's",
-        goes_when="stock's KDA layer exports more than one state a query",
-        upstream={"vllm.models.glm5next.common.kda:Glm5NextLinearAttention": "4164dd69ce7117d1"},
+        why="brings along the KDA layer and the model state",
+        goes_when="stock's model has both",
         bind=_register_models,
+    ),
+    Patch(
+        name="KDA layer",
+        how="registry: PluggableLayer.register_oot; a subclass of Glm5NextLinearAttention that runs stock's _forward "
+        "with other functions for the copies of states",
+        why="exports every planned state, and leaves states in the pool where the kernel reads and writes them there; "
+        "weights and cache specs stay stock's",
+        goes_when="stock's KDA layer exports more than one state a query and hands the kernel the pool",
+        upstream={
+            "vllm.models.glm5next.common.kda:Glm5NextLinearAttention": "4164dd69ce7117d1",
+            "vllm.model_executor.custom_op:PluggableLayer": "3244520d0a1a1f26",
+            "vllm.compilation.breakable_cudagraph:eager_break_during_capture": "59d8049822d7fe71",
+        },
     ),
     Patch(
         name="selection merge",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.models.glm5next.coalesced import CoalescedLinearAttention
+from vllm.model_executor.layers.mamba.ops.kda_prefill import ExportingLayer
 from vllm.v1.core.prefill_plan import plans_of
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.model_states.checkpointed_mamba_hybrid import CheckpointedMambaHybridModelState
@@ -20,7 +20,7 @@ class CoalescingWorker(Worker):
     def compile_or_warm_up_model(self) -> Any:
         # First: at the end of its own, stock begins to watch for compilations, which may be an error from then on.
         for layer in self.vllm_config.compilation_config.static_forward_context.values():
-            if isinstance(layer, CoalescedLinearAttention):
+            if isinstance(layer, ExportingLayer):
                 layer.warm_up_export()
         # Warm-up executes scheduler outputs of the worker's own making: no scheduler planned them.
         self._warming_up = True

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.attention.backends.gdn_checkpoint import NOTHING, CheckpointedGDNMetadataBuilder, GroupRows
+from vllm.v1.attention.backends.checkpoint_rows import NOTHING, CheckpointRows, bind_rows
+from vllm.v1.attention.backends.gdn_checkpoint import CheckpointedGDNMetadataBuilder
 from vllm.v1.core.prefill_plan import PlanLog, PrefillPlan
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
-from vllm.v1.worker.prefill_plan_rows import CheckpointRows, bind_rows
 from vllm.v1.worker.utils import AttentionGroup
 
 
@@ -53,13 +53,13 @@ class CheckpointedMambaHybridModelState(MambaHybridModelState):
                 num_scheduled_tokens=input_batch.num_scheduled_tokens,
                 query_start_loc=input_batch.query_start_loc_np,
                 group_ids=builders.keys(),
-                num_pages=kv_cache_config.num_blocks,
+                num_blocks=kv_cache_config.num_blocks,
             )
             self._log_rows(plans, input_batch.req_ids, rows)
             self._bound = None
             for group_id, group_builders in builders.items():
                 for builder in group_builders:
-                    builder.bind(GroupRows.of(rows, group_id))
+                    builder.bind(rows, group_id)
         return super().prepare_attn(
             input_batch,
             cudagraph_mode,
@@ -75,23 +75,21 @@ class CheckpointedMambaHybridModelState(MambaHybridModelState):
     def _log(self) -> PlanLog:
         return PlanLog()
 
-    def _log_rows(
-        self, plans: Mapping[str, PrefillPlan], request_ids: Sequence[str], rows: CheckpointRows | None
-    ) -> None:
+    def _log_rows(self, plans: Mapping[str, PrefillPlan], request_ids: Sequence[str], rows: CheckpointRows) -> None:
         """Log what this rank exports; all ranks log the same."""
-        if rows is None or not self._log.wants:
+        if not self._log.wants:
             return
         for request_id, plan in plans.items():
             row = request_ids.index(request_id)
             count = len(plan.positions)
             self._log.line(
-                "KDA prefill rows: request %s in row %d, query [%d, %d), offsets %s, pages %s",
+                "KDA prefill rows: request %s in row %d, query [%d, %d), offsets %s, blocks %s",
                 request_id,
                 row,
                 plan.start,
                 plan.end,
                 rows.offsets[row, :count].tolist(),
-                {group: slots[row, :count].tolist() for group, slots in rows.slots.items()},
+                {group: block_ids[row, :count].tolist() for group, block_ids in rows.block_ids.items()},
             )
 
     def _bind_none(self, attn_groups: list[list[AttentionGroup]], announced: bool) -> None:
@@ -103,9 +101,9 @@ class CheckpointedMambaHybridModelState(MambaHybridModelState):
         if self._bound is not None and self._bound[0] is attn_groups and self._bound[1] == announced:
             return
         self._bound = None
-        for _, group_builders in self._builders(attn_groups):
+        for group_id, group_builders in self._builders(attn_groups):
             for builder in group_builders:
-                builder.bind(NOTHING if announced else None)
+                builder.bind(NOTHING if announced else None, group_id)
         self._bound = (attn_groups, announced)
 
     @staticmethod

@@ -1,15 +1,20 @@
-"""KDA prefill that exports up to four interior states of a row to pages of the state pool.
+# SPDX-License-Identifier: Apache-2.0
+"""KDA prefill that exports up to four interior states of a row to a state pool.
 
-``base`` says what a provider promises; ``reference``, ``segmented`` and ``native`` keep it; ``select``
-chooses one. Nothing here imports vLLM at module import time.
+`base` says what a provider promises, `checkpoints` where interior states go; `reference`, `segmented` and
+`native` are the providers; `select` chooses one.
+Of vLLM, only the limits of a plan (`vllm.v1.core.prefill_plan`) are imported at module import time.
 """
 
-from .base import CheckpointTargets, KDAPrefill, KDAPrefillInputs
+from .base import ExportingLayer, KDAPrefill, KDAPrefillInputs
+from .checkpoints import CheckpointMetadata, Checkpoints
 from .conv_history import export_conv_history
 from .select import select_kda_prefill
 
 __all__ = [
-    "CheckpointTargets",
+    "CheckpointMetadata",
+    "Checkpoints",
+    "ExportingLayer",
     "KDAPrefill",
     "KDAPrefillInputs",
     "export_conv_history",

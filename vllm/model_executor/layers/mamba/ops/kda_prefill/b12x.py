@@ -1,7 +1,8 @@
-"""Launcher over the ``b12x`` package's KDA prefill (1.5.1), for SM120 and SM121.
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher over the `b12x` package's KDA prefill (1.5.1), for SM120 and SM121.
 
-The package addresses states by slot, so a launch gets a small pool of its own: initial, final and
-checkpoint rows behind the null slot. Written against the package's interface; it needs an SM12x GPU to run.
+The package addresses states by index, so a launch gets a small pool of its own: initial, final and
+checkpoint states behind the null one. Written against the package's interface; it needs an SM12x GPU to run.
 """
 
 from __future__ import annotations
@@ -16,9 +17,17 @@ from .segmented import Launch, Launcher
 
 
 class B12xLauncher(Launcher):
-    """``b12x.sequence.kda_prefill``: chunks of 16 tokens, fp32 states, one checkpoint slot a row.
+    """`b12x.sequence.kda_prefill`: steps of 16 tokens, fp32 states, one checkpoint a row.
 
-    ``op`` is the package's module; left out, it is imported. Raises ``RuntimeError`` where it cannot run.
+    Args:
+        num_heads: Heads of this rank.
+        max_num_tokens: Most tokens of one batch.
+        max_num_seqs: Most rows of one batch.
+        device: Where the pool's indices are.
+        op: The package's module; imported where it is left out.
+
+    Raises:
+        RuntimeError: It cannot run here.
     """
 
     name = "b12x"
@@ -38,12 +47,12 @@ class B12xLauncher(Launcher):
             raise RuntimeError("the b12x package does not support this GPU or lacks its CuTe DSL")
         self._op = op
         self._max_num_seqs = max_num_seqs
-        slots = 3 * max_num_seqs + 1
+        states = 3 * max_num_seqs + 1
         caps = op.Caps(
             device=torch.device(device),
             max_tokens=max_num_tokens,
             max_seqs=max_num_seqs,
-            max_state_slots=slots,
+            max_state_slots=states,
             heads=num_heads,
             checkpoint_export=True,
             null_state_index=0,
@@ -55,11 +64,11 @@ class B12xLauncher(Launcher):
         self._plan = op.plan(caps, invocation=invocation)
         (scratch,) = self._plan.memory_requirements().scratch
         self._specs: tuple[WorkspaceSpec, ...] = (
-            ((slots, num_heads, HEAD_DIM, HEAD_DIM), torch.float32),
+            ((states, num_heads, HEAD_DIM, HEAD_DIM), torch.float32),
             (tuple(scratch.shape), scratch.dtype),
         )
-        # Initial, final and checkpoint slots of the rows, then row and token counts of a launch.
-        self._slots = torch.arange(1, slots, dtype=torch.int32, device=device).view(3, max_num_seqs)
+        # Indices of the rows' initial, final and checkpoint states.
+        self._indices = torch.arange(1, states, dtype=torch.int32, device=device).view(3, max_num_seqs)
 
     def workspace_specs(self) -> tuple[WorkspaceSpec, ...]:
         return self._specs
@@ -67,7 +76,7 @@ class B12xLauncher(Launcher):
     def __call__(self, launch: Launch, workspace: tuple[torch.Tensor, ...]) -> None:
         pool, scratch = workspace
         rows, tokens = launch.initial.shape[0], launch.q.shape[1]
-        first, final, inner = (self._slots[i, :rows] for i in range(3))
+        first, final, inner = (self._indices[i, :rows] for i in range(3))
         starts = [1 + i * self._max_num_seqs for i in range(3)]
         pool[starts[0] : starts[0] + rows].copy_(launch.initial)
         offsets = launch.checkpoint_offsets

@@ -1,4 +1,5 @@
-"""Build of the native kernel: ahead of time from ``setup.py``, else on first use into a cache folder.
+# SPDX-License-Identifier: Apache-2.0
+"""Build of the native kernel: ahead of time from `setup.py`, else on first use into a cache folder.
 
 The library has a C interface and needs nothing of PyTorch, so nvcc alone builds it in seconds.
 """
@@ -20,7 +21,7 @@ _ARCHS = {"9.0": "90a", "12.0": "120a", "12.1": "121a"}
 
 
 def source_dir() -> Path:
-    """Folder of the CUDA sources: inside the installed package, or ``csrc/kda_prefill`` of a checkout."""
+    """Folder of the CUDA sources: inside the installed package, or `csrc/kda_prefill` of a checkout."""
     for folder in (PACKAGE / "csrc", PACKAGE.parents[5] / "csrc" / "kda_prefill"):
         if (folder / "kda_prefill.cu").is_file():
             return folder
@@ -28,22 +29,23 @@ def source_dir() -> Path:
 
 
 def find_nvcc() -> str | None:
-    """Path of nvcc: under ``CUDA_HOME``, on ``PATH``, or in ``/usr/local/cuda``."""
+    """Path of nvcc: under `CUDA_HOME`, on `PATH`, or in `/usr/local/cuda`."""
     home = os.environ.get("CUDA_HOME")
     candidates = [f"{home}/bin/nvcc" if home else None, shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
     return next((path for path in candidates if path and os.access(path, os.X_OK)), None)
 
 
 def requested_archs() -> tuple[str, ...]:
-    """Architectures of ``TORCH_CUDA_ARCH_LIST`` the kernel supports, or the default ones."""
+    """Architectures of `TORCH_CUDA_ARCH_LIST` the kernel supports, or the default ones."""
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").replace("+PTX", "").split()
     return tuple(listed) or DEFAULT_ARCHS
 
 
 def compile_command(nvcc: str, archs: Sequence[str], output: Path, *extra: str) -> list[str]:
-    """The nvcc call that builds a shared library for ``archs`` such as ``"9.0a"``.
+    """The nvcc call that builds a shared library for `archs` such as `"9.0a"`.
 
-    Raises ``ValueError`` when none of them can run the kernel.
+    Raises:
+        ValueError: None of them can run the kernel.
     """
     codes = []
     for arch in archs:
@@ -62,9 +64,17 @@ def compile_command(nvcc: str, archs: Sequence[str], output: Path, *extra: str) 
 
 
 def build(archs: Sequence[str] | None = None, output: Path | None = None) -> Path:
-    """Compile the kernel for ``archs`` to ``output`` (default: beside this package) and return its path.
+    """Compile the kernel.
 
-    Raises ``RuntimeError`` with the compiler's message, or when there is no nvcc.
+    Args:
+        archs: Architectures, by default those of `requested_archs`.
+        output: The library, by default beside this package.
+
+    Returns:
+        Its path.
+
+    Raises:
+        RuntimeError: There is no nvcc, or it fails; the message has its own.
     """
     output = output or PACKAGE / LIBRARY_NAME
     nvcc = find_nvcc()
@@ -93,7 +103,7 @@ def installed_library() -> Path | None:
 
 
 def compiled_library(capability: tuple[int, int]) -> Path:
-    """A library for a GPU of ``capability`` and these sources: from the cache folder, else compiled into it."""
+    """A library for a GPU of `capability` and these sources: from the cache folder, else compiled into it."""
     digest = hashlib.sha256()
     for path in sorted(source_dir().glob("*.cu*")):
         digest.update(path.read_bytes())

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launcher over the FlashKDA extension that stock vLLM ships."""
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from .segmented import Launch, Launcher
 
 
 class FlashKDALauncher(Launcher):
-    """``torch.ops._flashkda_C.fwd``: SM90, SM10x and SM12x, chunks of 16 tokens."""
+    """`torch.ops._flashkda_C.fwd`: SM90, SM10x and SM12x, steps of 16 tokens."""
 
     name = "flashkda"
 

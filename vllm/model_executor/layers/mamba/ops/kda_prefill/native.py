@@ -1,4 +1,5 @@
-"""The native kernel: one launch of two kernels, final and checkpoint states written straight to the pool."""
+# SPDX-License-Identifier: Apache-2.0
+"""The native kernel: one launch of two kernels, which read and write states in the pool."""
 
 from __future__ import annotations
 
@@ -8,31 +9,28 @@ from pathlib import Path
 
 import torch
 
-from .base import (
-    CHUNK,
-    HEAD_DIM,
-    MAX_CHECKPOINTS,
-    CheckpointTargets,
-    KDAPrefill,
-    KDAPrefillInputs,
-    WorkspaceSpec,
-)
+from vllm.v1.core.prefill_plan import CHECKPOINT_ALIGNMENT, MAX_CHECKPOINTS
+
+from .base import HEAD_DIM, KDAPrefill, KDAPrefillInputs, WorkspaceSpec
 from .build import compiled_library, installed_library
+from .checkpoints import CheckpointMetadata
 
 CHUNK_TOKENS = 64
+"""Tokens of one step of the recurrence, `kChunk` of `csrc/kda_prefill/common.cuh`; a test compares the two."""
+
 # The workspace holds all heads of a batch with this many rows; batches of more rows run their heads in turns.
 ROWS_AT_FULL_WIDTH = 4
 
 _POINTERS = (
     "q k v g beta a_log dt_bias cu_seqlens state_indices has_initial_state checkpoint_offsets "
-    "checkpoint_slots state_pool out workspace"
+    "checkpoint_state_indices state_pool out workspace"
 ).split()
-_STRIDES = "q_stride k_stride v_stride g_stride beta_stride slot_stride num_slots".split()
+_STRIDES = "q_stride k_stride v_stride g_stride beta_stride state_stride num_states".split()
 _COUNTS = "rows heads head_begin head_count max_chunks value_tiles".split()
 
 
 class _Params(ctypes.Structure):
-    """``kda::Params`` of ``csrc/kda_prefill/common.cuh``, field by field."""
+    """`kda::Params` of `csrc/kda_prefill/common.cuh`, field by field."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _POINTERS),
@@ -74,10 +72,10 @@ def _message(library: ctypes.CDLL, code: int) -> str:
 def max_chunks(num_tokens: int, num_rows: int, checkpoints: bool) -> int:
     """Upper bound on the chunks of a batch: every row and every checkpoint may end a chunk early.
 
-    Whatever the plan, no chunk but a row's last is shorter than 16 tokens.
+    Whatever the plan, no chunk but a row's last is shorter than `CHECKPOINT_ALIGNMENT` tokens.
     """
     cuts = num_rows * (1 + MAX_CHECKPOINTS * checkpoints)
-    return min(num_tokens // CHUNK_TOKENS + cuts, num_tokens // CHUNK + num_rows)
+    return min(num_tokens // CHUNK_TOKENS + cuts, num_tokens // CHECKPOINT_ALIGNMENT + num_rows)
 
 
 def default_value_tiles(rows: int, heads: int, processors: int) -> int:
@@ -89,11 +87,21 @@ def default_value_tiles(rows: int, heads: int, processors: int) -> int:
 
 
 class NativeKDAPrefill(KDAPrefill):
-    """Chunked KDA prefill in CUDA C++ for SM90 and SM12x, ``csrc/kda_prefill``.
+    """Chunked KDA prefill in CUDA C++ for SM90 and SM12x, `csrc/kda_prefill`.
 
     q, k, v and g may have any token stride that is a multiple of 8 elements. Nothing is allocated and the
     host never waits, so a launch can be captured in a CUDA graph and replayed with other lengths, offsets
-    and slots in the same tensors. Raises ``RuntimeError`` at construction when the kernel cannot be built.
+    and state indices in the same tensors.
+
+    Args:
+        num_heads: Heads of this rank.
+        max_num_tokens: Most tokens of one batch.
+        max_num_seqs: Most rows of one batch.
+        device: The GPU; the current one where it is left out.
+        value_tiles: 16-column value tiles of a recurrence block, 1, 2 or 4; chosen by the batch where left out.
+
+    Raises:
+        RuntimeError: The kernel cannot be built or run here.
     """
 
     name = "native"
@@ -119,15 +127,15 @@ class NativeKDAPrefill(KDAPrefill):
     def workspace_specs(self) -> tuple[WorkspaceSpec, ...]:
         return (((self._records * self._record_bytes,), torch.uint8),)
 
-    def validate(self, inputs: KDAPrefillInputs, targets: CheckpointTargets | None = None) -> None:
-        super().validate(inputs, targets)
+    def validate(self, inputs: KDAPrefillInputs, checkpoints: CheckpointMetadata | None = None) -> None:
+        super().validate(inputs, checkpoints)
         pool = inputs.state_pool
         if pool.stride(0) % 4 or pool.data_ptr() % 16:
-            raise ValueError(f"state_pool's slots (stride {pool.stride(0)}) are not at 16-byte boundaries")
-        for tensor in (targets.offsets, targets.slots) if targets is not None else ():
-            if tensor.is_contiguous() and tensor.data_ptr() % 16:
-                raise ValueError("checkpoint offsets and slots do not start at 16-byte boundaries")
-        chunks = max_chunks(inputs.q.shape[1], inputs.num_rows, targets is not None)
+            raise ValueError(f"state_pool's states (stride {pool.stride(0)}) are not at 16-byte boundaries")
+        tables = (checkpoints.checkpoint_offsets, checkpoints.state_indices) if checkpoints is not None else ()
+        if any(table.is_contiguous() and table.data_ptr() % 16 for table in tables):
+            raise ValueError("checkpoint offsets and state indices do not start at 16-byte boundaries")
+        chunks = max_chunks(inputs.q.shape[1], inputs.num_rows, checkpoints is not None)
         if chunks > self._records:
             raise ValueError(
                 f"batch of {inputs.num_rows} rows and {inputs.q.shape[1]} tokens takes up to {chunks} chunks; "
@@ -137,7 +145,7 @@ class NativeKDAPrefill(KDAPrefill):
     def _launch(
         self,
         inputs: KDAPrefillInputs,
-        targets: CheckpointTargets | None,
+        checkpoints: CheckpointMetadata | None,
         workspace: tuple[torch.Tensor, ...],
     ) -> None:
         if inputs.num_rows == 0:
@@ -152,23 +160,26 @@ class NativeKDAPrefill(KDAPrefill):
             "state_indices": inputs.state_indices,
             "has_initial_state": inputs.has_initial_state,
         }
-        if targets is not None:
-            dense |= {"checkpoint_offsets": targets.offsets, "checkpoint_slots": targets.slots}
+        if checkpoints is not None:
+            dense |= {
+                "checkpoint_offsets": checkpoints.checkpoint_offsets,
+                "checkpoint_state_indices": checkpoints.state_indices,
+            }
         dense = {name: tensor.contiguous() for name, tensor in dense.items()}
         heads = inputs.q.shape[2]
         params = _Params(
             **{name: tensor.data_ptr() for name, tensor in (operands | dense).items()},
             **{f"{name}_stride": tensor.stride(1) for name, tensor in operands.items()},
             state_pool=inputs.state_pool.data_ptr(),
-            slot_stride=inputs.state_pool.stride(0),
-            num_slots=inputs.state_pool.shape[0],
+            state_stride=inputs.state_pool.stride(0),
+            num_states=inputs.state_pool.shape[0],
             out=inputs.out.data_ptr(),
             workspace=workspace[0].data_ptr(),
             scale=inputs.scale,
             lower_bound=inputs.lower_bound,
             rows=inputs.num_rows,
             heads=heads,
-            max_chunks=max_chunks(inputs.q.shape[1], inputs.num_rows, targets is not None),
+            max_chunks=max_chunks(inputs.q.shape[1], inputs.num_rows, checkpoints is not None),
         )
         stream = torch.cuda.current_stream(inputs.q.device).cuda_stream
         # Turns of equal size: a head left over would take nearly as long as a full turn.
@@ -186,6 +197,6 @@ class NativeKDAPrefill(KDAPrefill):
 
 
 def _strided(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` itself where the kernel can read it: dense heads, 16-byte aligned tokens; else a copy."""
+    """`tensor` itself where the kernel can read it: dense heads, 16-byte aligned tokens; else a copy."""
     dense = tensor.stride(3) == 1 and tensor.stride(2) == HEAD_DIM and tensor.stride(1) % 8 == 0
     return tensor if dense and tensor.data_ptr() % 16 == 0 else tensor.contiguous()

@@ -1,33 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
 """KDA prefill with four checkpoints over a kernel that returns one checkpoint and the final state.
 
-A row with checkpoints ``o1 < o2 < o3 < o4`` is cut at ``o2`` and ``o4``: the first launch exports ``o1`` and
-ends at ``o2``, the second exports ``o3`` and ends at ``o4``, the last runs to the row's end. Chunks never
-straddle a cut, because offsets are whole chunks; what a cut costs in precision is how the kernel rounds the
-state it hands out. FlashKDA hands out bf16 values and goes on with a finer state itself, so behind a cut the
-output can differ from one launch in the last bf16 bit wherever the gates let the old state live on. It is
-the difference that ending the query there would make.
+A row with checkpoints `o1 < o2 < o3 < o4` is cut at `o2` and `o4`: the first launch exports `o1` and ends at `o2`,
+the second exports `o3` and ends at `o4`, the last runs to the row's end. The kernel's own steps never straddle a
+cut, because offsets are multiples of `CHECKPOINT_ALIGNMENT`; what a cut costs in precision is how the kernel rounds
+the state it hands out. FlashKDA hands out bf16 values and goes on with a finer state itself, so behind a cut the
+output can differ from one launch in the last bf16 bit wherever the gates let the old state live on. It is the
+difference that ending the query there would make.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
-from .base import HEAD_DIM, CheckpointTargets, KDAPrefill, KDAPrefillInputs, WorkspaceSpec
+from vllm.v1.core.prefill_plan import MAX_CHECKPOINTS
+
+from .base import HEAD_DIM, KDAPrefill, KDAPrefillInputs, WorkspaceSpec
+from .checkpoints import CheckpointMetadata
+from .segments import Segment, plan_segments
 from .state_io import gather_states, scatter_states
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch over ``n`` packed rows.
+    """One kernel launch over `n` packed rows.
 
-    ``q``, ``k``, ``v``, ``g``, ``out`` are contiguous bf16 ``[1, t, H, 128]``, ``beta`` ``[1, t, H]``,
-    ``cu_seqlens`` int32 ``[n + 1]``. ``initial``, ``final`` and ``checkpoint`` are contiguous fp32
-    ``[n, H, 128, 128]``; row ``i`` stores its state after ``checkpoint_offsets[i]`` tokens (int32, 0 = none).
+    Parameters of the layer are as in `KDAPrefillInputs`.
+
+    Attributes:
+        q: bf16 `[1, t, H, 128]`, contiguous, as are `k`, `v`, `g` and `out`.
+        beta: bf16 `[1, t, H]`.
+        cu_seqlens: int32 `[n + 1]`.
+        initial: fp32 `[n, H, 128, 128]`, contiguous, as are `final` and `checkpoint`.
+        final: Filled with each row's state at its end.
+        checkpoint: Filled with each row's state after `checkpoint_offsets[i]` tokens; None where no row has one.
+        checkpoint_offsets: int32 `[n]`, 0 where a row has none.
     """
 
     q: torch.Tensor
@@ -58,56 +69,20 @@ class Launcher(ABC):
 
     @abstractmethod
     def __call__(self, launch: Launch, workspace: tuple[torch.Tensor, ...]) -> None:
-        """Fill ``out``, ``final`` and ``checkpoint`` on the current stream."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Tokens ``[begin, end)`` of a row, relative to the row; entries of the ``[N, 4]`` tables or -1.
-
-    ``checkpoint`` is the table entry exported inside the segment, ``final`` the one its end belongs to
-    (-1: the row's own slot).
-    """
-
-    row: int
-    begin: int
-    end: int
-    offset: int
-    checkpoint: int
-    final: int
-
-
-def plan_segments(offsets: Sequence[Sequence[int]], query_lens: Sequence[int]) -> list[list[Segment]]:
-    """Split every row into segments; launch ``i`` runs the ``i``-th segment of each row that has one."""
-    launches: list[list[Segment]] = []
-    for row, (row_offsets, length) in enumerate(zip(offsets, query_lens, strict=True)):
-        active = sorted((offset, entry) for entry, offset in enumerate(row_offsets) if offset)
-        begin = number = 0
-        while begin < length or number == 0:
-            inner = active[2 * number] if 2 * number < len(active) else None
-            cut = active[2 * number + 1] if 2 * number + 1 < len(active) else None
-            end = cut[0] if cut else length
-            if len(launches) == number:
-                launches.append([])
-            launches[number].append(
-                Segment(
-                    row=row,
-                    begin=begin,
-                    end=end,
-                    offset=inner[0] - begin if inner else 0,
-                    checkpoint=inner[1] if inner else -1,
-                    final=cut[1] if cut else -1,
-                )
-            )
-            begin, number = end, number + 1
-    return launches
+        """Fill `out`, `final` and `checkpoint` on the current stream."""
 
 
 class SegmentedKDAPrefill(KDAPrefill):
     """Up to three launches of a one-checkpoint kernel; rows without a plan run in the first.
 
-    ``max_num_tokens`` and ``max_num_seqs`` bound one batch; they size the workspace.
+    Args:
+        launcher: The kernel.
+        num_heads: Heads of this rank.
+        max_num_tokens: Most tokens of one batch.
+        max_num_seqs: Most rows of one batch; it sizes the workspace.
     """
+
+    exports_only = True
 
     def __init__(self, launcher: Launcher, *, num_heads: int, max_num_tokens: int, max_num_seqs: int) -> None:
         self.name = launcher.name
@@ -118,18 +93,17 @@ class SegmentedKDAPrefill(KDAPrefill):
 
     def workspace_specs(self) -> tuple[WorkspaceSpec, ...]:
         states = (self._max_num_seqs, self._num_heads, HEAD_DIM, HEAD_DIM)
-        # Two buffers alternate as initial and final state of consecutive launches; the third holds
-        # checkpoints.
-        return ((states, torch.float32),) * 3 + self._launcher.workspace_specs()
+        # Final states of a launch, and checkpoints. Initial states are gathered for the rows at hand only.
+        return ((states, torch.float32),) * 2 + self._launcher.workspace_specs()
 
     def warm_up(self, state_pool: torch.Tensor) -> None:
-        slot = torch.zeros(1, dtype=torch.int32, device=state_pool.device)
+        null = torch.zeros(1, dtype=torch.int32, device=state_pool.device)
         state = torch.zeros_like(state_pool[:1], memory_format=torch.contiguous_format)
-        gather_states(state_pool, slot, slot.bool(), state)
-        scatter_states(state_pool, slot, state)
+        gather_states(state_pool, null, null.bool(), state)
+        scatter_states(state_pool, null, state)
 
-    def validate(self, inputs: KDAPrefillInputs, targets: CheckpointTargets | None = None) -> None:
-        super().validate(inputs, targets)
+    def validate(self, inputs: KDAPrefillInputs, checkpoints: CheckpointMetadata | None = None) -> None:
+        super().validate(inputs, checkpoints)
         if inputs.num_rows > self._max_num_seqs or inputs.q.shape[1] > self._max_num_tokens:
             raise ValueError(
                 f"batch of {inputs.num_rows} rows and {inputs.q.shape[1]} tokens; the workspace holds "
@@ -139,37 +113,39 @@ class SegmentedKDAPrefill(KDAPrefill):
     def _launch(
         self,
         inputs: KDAPrefillInputs,
-        targets: CheckpointTargets | None,
+        checkpoints: CheckpointMetadata | None,
         workspace: tuple[torch.Tensor, ...],
     ) -> None:
         if inputs.num_rows == 0:
             return
-        buffers, scratch = workspace[:3], workspace[3:]
-        initial = buffers[0][: inputs.num_rows]
-        gather_states(inputs.state_pool, inputs.state_indices, inputs.has_initial_state, initial)
-        if targets is None or not targets.any_active:
-            final = buffers[1][: inputs.num_rows]
+        buffers, scratch = workspace[:2], workspace[2:]
+        pool = inputs.state_pool
+        initial = torch.empty((inputs.num_rows, *pool.shape[1:]), dtype=pool.dtype, device=pool.device)
+        gather_states(pool, inputs.state_indices, inputs.has_initial_state, initial)
+        if checkpoints is None or not any(map(any, checkpoints.host_offsets)):
+            final = buffers[0][: inputs.num_rows]
             self._launcher(_whole_batch(inputs, initial, final), scratch)
-            scatter_states(inputs.state_pool, inputs.state_indices, final)
+            scatter_states(pool, inputs.state_indices, final)
             return
-        _run_segments(inputs, targets, self._launcher, buffers, scratch)
+        _run_segments(inputs, checkpoints, self._launcher, (initial, *buffers), scratch)
 
 
 def _run_segments(
     inputs: KDAPrefillInputs,
-    targets: CheckpointTargets,
+    checkpoints: CheckpointMetadata,
     launcher: Launcher,
     buffers: tuple[torch.Tensor, ...],
     scratch: tuple[torch.Tensor, ...],
 ) -> None:
-    launches = plan_segments(targets.host_offsets, targets.query_lens)
+    launches = plan_segments(checkpoints.host_offsets, checkpoints.host_query_lens)
     starts = [0]
-    for length in targets.query_lens:
+    for length in checkpoints.host_query_lens:
         starts.append(starts[-1] + length)
     device = inputs.q.device
-    # The null slot stands behind the tables for segments that export nothing inside.
-    slot_table = torch.cat([targets.slots.flatten(), inputs.state_indices, targets.slots.new_zeros(1)])
-    tables = _upload([_launch_tables(segments, inputs.num_rows) for segments in launches], slot_table)
+    # The null block's index stands behind the tables for segments that export nothing inside.
+    given = checkpoints.state_indices
+    index_table = torch.cat([given.flatten(), inputs.state_indices, given.new_zeros(1)])
+    tables = _upload([_launch_tables(segments, inputs.num_rows) for segments in launches], index_table)
     source, target, checkpoint = buffers
     for number, (segments, table) in enumerate(zip(launches, tables, strict=True)):
         count = len(segments)
@@ -209,41 +185,42 @@ def _run_segments(
         scatter_states(inputs.state_pool, table["final"], target[:count])
 
 
-_SLOT_TABLES = ("checkpoint", "final")
+_INDEX_TABLES = ("checkpoint", "final")
 
 
 def _launch_tables(segments: list[Segment], num_rows: int) -> dict[str, list[int]]:
-    """Host tables of one launch; slots as indices into the flattened slot table."""
+    """Host tables of one launch; state indices as places in the flattened index table."""
     cu_seqlens = [0]
     for segment in segments:
         cu_seqlens.append(cu_seqlens[-1] + segment.end - segment.begin)
-    own = 4 * num_rows
+    own = MAX_CHECKPOINTS * num_rows
     null = own + num_rows
     return {
         "cu_seqlens": cu_seqlens,
         "offsets": [segment.offset for segment in segments],
-        "checkpoint": [4 * s.row + s.checkpoint if s.checkpoint >= 0 else null for s in segments],
-        "final": [4 * s.row + s.final if s.final >= 0 else own + s.row for s in segments],
+        "checkpoint": [MAX_CHECKPOINTS * s.row + s.checkpoint if s.checkpoint >= 0 else null for s in segments],
+        "final": [MAX_CHECKPOINTS * s.row + s.final if s.final >= 0 else own + s.row for s in segments],
     }
 
 
-def _upload(tables: list[dict[str, list[int]]], slot_table: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """Send all launches' tables in one copy and look all slots up at once; vectors at 16-byte boundaries."""
+def _upload(tables: list[dict[str, list[int]]], index_table: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    """Send all launches' tables in one copy and look all state indices up at once; vectors at 16-byte boundaries."""
     flat: list[int] = []
     places: list[dict[str, slice]] = [{} for _ in tables]
-    slots_end = 0
-    for names in (_SLOT_TABLES, ("cu_seqlens", "offsets")):
+    indices_end = 0
+    for names in (_INDEX_TABLES, ("cu_seqlens", "offsets")):
         for place, table in zip(places, tables, strict=True):
             for name in names:
                 place[name] = slice(len(flat), len(flat) + len(table[name]))
                 flat += table[name]
                 flat += [0] * (-len(flat) % 4)
-        slots_end = slots_end or len(flat)
-    host = torch.tensor(flat, dtype=torch.int32, pin_memory=slot_table.is_cuda)
-    packed = host.to(slot_table.device, non_blocking=True)
-    slots = slot_table.index_select(0, packed[:slots_end])
+        indices_end = indices_end or len(flat)
+    host = torch.tensor(flat, dtype=torch.int32, pin_memory=index_table.is_cuda)
+    packed = host.to(index_table.device, non_blocking=True)
+    state_indices = index_table.index_select(0, packed[:indices_end])
     return [
-        {name: (slots if name in _SLOT_TABLES else packed)[part] for name, part in place.items()} for place in places
+        {name: (state_indices if name in _INDEX_TABLES else packed)[part] for name, part in place.items()}
+        for place in places
     ]
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choice of the KDA prefill provider: one table, read top to bottom."""
 
 from __future__ import annotations
@@ -25,14 +26,25 @@ def select_kda_prefill(
     max_num_seqs: int,
     num_heads: int,
 ) -> KDAPrefill | None:
-    """Build the provider ``backend`` names, or the best one for ``auto``.
+    """Build the provider `backend` names, or the best one for `auto`.
 
-    ``capability`` is the GPU's compute capability (``None`` off CUDA), ``max_num_tokens`` and
-    ``max_num_seqs`` bound one batch, ``num_heads`` counts this rank's heads. Returns ``None`` where the
-    stock chunked path runs, which exports no checkpoint (``triton``, or ``auto`` without a kernel).
+    Args:
+        backend: One of `BACKENDS`.
+        capability: The GPU's compute capability; None off CUDA.
+        head_dim: Key and value size of a head.
+        dtype: Of the activations.
+        lower_bound: The gate's; None for an unbounded gate.
+        max_num_tokens: Most tokens of one batch.
+        max_num_seqs: Most rows of one batch.
+        num_heads: Heads of this rank.
 
-    Raises ``ValueError`` for an unknown name and ``RuntimeError`` with the reason where an explicit choice
-    cannot run here.
+    Returns:
+        The provider, or None where stock's Triton path runs, which exports no checkpoint (`triton`, or `auto`
+        without a kernel).
+
+    Raises:
+        ValueError: An unknown name.
+        RuntimeError: An explicit choice cannot run here; the message says why.
     """
     if backend not in BACKENDS:
         raise ValueError(f"unknown KDA prefill backend {backend!r}; choose one of {', '.join(BACKENDS)}")
@@ -54,9 +66,9 @@ def select_kda_prefill(
 
 
 def unsupported(backend: str, *, capability: tuple[int, int] | None, head_dim: int, lower_bound: float | None) -> str:
-    """Why no provider that ``backend`` allows takes such a bf16 layer on this device, or an empty string.
+    """Why no provider that `backend` allows takes such a bf16 layer on this device, or an empty string.
 
-    ``backend`` is one of ``BACKENDS`` that exports states. Nothing is imported or built, so that a layer which is
+    `backend` is one of `BACKENDS` that exports states. Nothing is imported or built, so that a layer which is
     supported may still fail to be: a package is missing.
     """
     names = _allowed(backend, capability)
@@ -78,7 +90,7 @@ def _unsupported(
     dtype: torch.dtype,
     lower_bound: float | None,
 ) -> str:
-    """Why ``name`` cannot run, or an empty string."""
+    """Why `name` cannot run, or an empty string."""
     if head_dim != HEAD_DIM:
         return f"head size is {head_dim}, the kernels have {HEAD_DIM}"
     if dtype != torch.bfloat16:
