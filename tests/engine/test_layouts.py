@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real engine on other page sizes: as large as `kda-prefill layout` says, hits where it says, the same answers."""
+"""The real engine on other block sizes: as large as `kda-prefill layout` says, hits where it says, the same answers."""
 
 from __future__ import annotations
 
@@ -66,14 +66,15 @@ def cold(answers: list[Any]) -> tuple[list[Any], list[Any]]:
 
 @pytest.mark.parametrize("arm", ["stock", "stock 512/512", "512/512", "512/1024", "auto"])
 def test_the_cache_is_as_large_as_predicted(arm, runs, predicted):
-    pages = runs.answers(arm)[-1]["num_blocks"]
+    blocks = runs.answers(arm)[-1]["num_blocks"]
     logged = re.search(r"GPU KV cache size: ([\d,]+) tokens", runs.log(arm))
     assert logged is not None
     tokens = int(logged[1].replace(",", ""))
     print(
-        f"\n{arm}: {pages} pages, {tokens:,} tokens; {predicted[arm]['blocks']}, {predicted[arm]['tokens_of_cache']:,}"
+        f"\n{arm}: {blocks} blocks, {tokens:,} tokens; "
+        f"{predicted[arm]['blocks']}, {predicted[arm]['tokens_of_cache']:,}"
     )
-    assert pages == predicted[arm]["blocks"]
+    assert blocks == predicted[arm]["blocks"]
     assert tokens == predicted[arm]["tokens_of_cache"]
 
 

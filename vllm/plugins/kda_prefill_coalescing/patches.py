@@ -193,7 +193,7 @@ PATCHES = (
     Patch(
         name="metadata builder",
         how="hook: MambaBase.get_attn_backend; subclass of GDNAttentionMetadataBuilder",
-        why="gives [rows, 4] offsets and pages from plans instead of deriving one checkpoint from lengths",
+        why="gives [rows, 4] offsets and state indices from plans instead of deriving one checkpoint from lengths",
         goes_when="stock's checkpoint metadata comes from the scheduler",
         upstream={
             "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadataBuilder": "293288613e054036",
