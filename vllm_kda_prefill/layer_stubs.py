@@ -2,7 +2,7 @@
 """A hybrid model's layers as its KV cache sees them: their cache specs and attention backends, and no weights.
 
 GLM-5.3-Flash has vLLM's own layer classes, made without weights. Any other hybrid model has one stub for each
-attention and each recurrent layer, with the sizes that vLLM's page alignment computes from its configuration.
+attention and each recurrent layer, with the sizes that vLLM's alignment of blocks computes from its configuration.
 """
 
 from __future__ import annotations

@@ -78,12 +78,12 @@ class Layout:
     """Everything about an engine that decides what its prefills retain.
 
     Attributes:
-        attention_block: Tokens of one attention page on one rank.
-        mamba_block: Tokens of one recurrent page.
+        attention_block: Tokens of one attention block on one rank.
+        mamba_block: Tokens of one Mamba block.
         dcp: Decode context parallel ranks, over which an attention block is sharded.
         mtp: Draft tokens of multi-token prediction, 0 for none.
         budget: Tokens of one step.
-        num_blocks: Pages of the KV cache.
+        num_blocks: Blocks of the KV cache.
         mamba_groups: KV cache groups of KDA layers.
         open_pool: Tokens of the one block that a request has in the group of the indexer's open pool; 0 for no such
             group.

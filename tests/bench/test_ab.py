@@ -112,7 +112,7 @@ def test_a_server_and_all_it_starts_keep_to_their_processors(tmp_path):
     assert server.read_log().strip() == str({processor})
 
 
-def test_an_arm_that_cannot_be_believed_is_left_out_where_the_rest_shall_go_on(tmp_path):
+def test_the_rest_goes_on_without_an_arm_that_is_not_believed(tmp_path):
     done = ab(tmp_path, "--keep-going", fault="unequal")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: not measured: equal; what was is in ")
@@ -164,7 +164,7 @@ def test_values_that_cannot_be_used_end_with_status_two(arguments, complaint):
     assert complaint in line
 
 
-def test_a_command_that_cannot_be_started_ends_with_one_line_and_leaves_an_older_run_alone(tmp_path):
+def test_a_command_that_does_not_start_leaves_an_older_run_alone(tmp_path):
     (tmp_path / "ab.jsonl").write_text("an older run")
     done = ab(tmp_path, "--serve", "/nonexistent/x", arms="stock")
     assert done.returncode == 1

@@ -53,7 +53,7 @@ def test_time_to_first_token_is_the_prefills_and_not_the_answers():
     assert 0.1 <= answer.ttft < 0.2 <= answer.seconds
 
 
-def test_the_served_models_name_is_found_and_a_v1_in_the_url_is_dropped(serve):
+def test_the_model_name_is_found_and_v1_in_the_url_is_dropped(serve):
     assert Client("http://host:1/v1/").url == "http://host:1"
     assert asyncio.run(serve().find_model()) == "fake"
 

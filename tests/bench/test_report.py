@@ -81,7 +81,7 @@ def test_targets_are_shown_for_each_run_of_a_folder(tmp_path):
     assert "decode steps/s, C1 at 8,192, ladder over stock" in done.stdout
 
 
-def test_turns_are_paired_by_what_they_are_and_only_those_that_everyone_served_count(tmp_path):
+def test_turns_count_where_every_server_of_both_arms_served_them(tmp_path):
     """A trace that was cut inside a turn, and two servers of an arm: 1.1 whatever the order of the lines."""
     with Recorder(tmp_path / "a.jsonl", {}) as recorder:
         for turn in range(9):
@@ -137,7 +137,7 @@ def test_a_run_that_failed_is_reported_as_failed(tmp_path):
     assert "**Failed:** arm ladder: the gate is not active" in (tmp_path / "report.md").read_text()
 
 
-def test_a_line_that_was_cut_is_left_out_and_any_other_is_refused(tmp_path):
+def test_a_cut_last_line_is_left_out_and_any_other_is_refused(tmp_path):
     path = write_run(tmp_path / "a.jsonl")
     whole = len(list(read(path)))
     path.write_text(path.read_text()[:-20])

@@ -8,9 +8,13 @@ import pytest
 # The platform first: see there.
 from vllm_kda_prefill.planning import Engine, Layout  # isort: skip
 
+from vllm.v1.core.sched import coalescing_scheduler
+from vllm.v1.metrics.kda_prefill import COUNTERS, GAUGES
+from vllm_kda_prefill.bench import metrics
 from vllm_kda_prefill.bench.records import read
 from vllm_kda_prefill.bench.scheduler import growth, reuse
 from vllm_kda_prefill.bench.scheduler.sections import sections
+from vllm_kda_prefill.bench.servers import STARTED
 from vllm_kda_prefill.bench.stopping_scheduler import StoppingScheduler, end_at_checkpoints
 from vllm_kda_prefill.bench.workloads import Conversations
 from vllm_kda_prefill.spans import query_span, retained_states
@@ -79,8 +83,18 @@ def test_the_factory_follows_the_configuration():
     assert type(made) is StoppingScheduler
 
 
+def test_the_gate_shows_in_the_log_and_in_the_counters(monkeypatch):
+    logged: list[str] = []
+    monkeypatch.setattr(coalescing_scheduler.logger, "info", lambda text, *values: logged.append(text % values))
+    Engine.build(Layout(), "coalesced")
+    assert any(STARTED.search(line) for line in logged)
+    known = {f"vllm:kda_prefill_{name}" for name, _ in (COUNTERS | GAUGES).values()}
+    assert {metrics.SPANS, metrics.EXPORTED, metrics.NOT_EXPORTED} <= {f"{name}_total" for name in known}
+    assert metrics.STATE_PAGES in known
+
+
 def test_growth_records_what_the_schedulers_do(tmp_path):
-    growth.measure([2048, 8192], dcp=1, mtp=3, page=512, output=tmp_path / "growth.jsonl")
+    growth.measure([2048, 8192], dcp=1, mtp=3, block_tokens=512, output=tmp_path / "growth.jsonl")
     (section,) = sections(list(read(tmp_path / "growth.jsonl")))
     assert [row[:6] for row in section.rows] == [
         ("2,048", "1", "1", "1", "2", "2"),

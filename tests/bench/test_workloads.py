@@ -8,19 +8,19 @@ import pytest
 from vllm_kda_prefill.bench.workloads import FIRST_TOKEN, PAST_TOKENS, Conversations, branch, prompt
 
 
-def test_prompts_have_their_exact_length_and_only_ordinary_tokens():
+def test_prompts_have_exact_lengths_of_ordinary_tokens():
     tokens = prompt(8192, "a", 1)
     assert len(tokens) == 8192
     assert min(tokens) >= FIRST_TOKEN
     assert max(tokens) < PAST_TOKENS
 
 
-def test_prompts_repeat_with_their_seed_and_share_no_beginning_otherwise():
+def test_prompts_repeat_with_their_seed_and_differ_otherwise():
     assert prompt(64, "a", 1) == prompt(64, "a", 1)
     assert prompt(64, "a", 1)[:4] != prompt(64, "a", 2)[:4]
 
 
-def test_a_longer_prompt_of_the_same_seed_does_not_begin_with_the_shorter_one():
+def test_a_longer_prompt_does_not_begin_with_a_shorter_one():
     assert prompt(8192, "a", 1)[:16] != prompt(16384, "a", 1)[:16]
 
 
@@ -34,7 +34,7 @@ def test_a_branch_leaves_its_base_exactly_where_asked(at):
         assert tokens[at] != base[at]
 
 
-def test_conversations_repeat_with_their_settings_and_differ_with_their_seed():
+def test_conversations_repeat_with_their_settings_and_seed():
     turns = list(Conversations(turns=20))
     assert [turn.tokens for turn in turns] == [turn.tokens for turn in Conversations(turns=20)]
     assert turns[0].tokens != next(iter(Conversations(turns=20, seed=2))).tokens

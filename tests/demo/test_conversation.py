@@ -69,11 +69,11 @@ def test_answers_are_right_on_wider_attention_blocks(dcp):
 TWO_TURNS = (TURNS[0], Turn("leaves at 6,500", 6500, 200))
 
 
-def zero_states_of_new_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def zero_states_of_new_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     write = Blocks.write_state
 
-    def zeroed(self, group, page, state, prefix):
-        write(self, group, page, state * 0.0 if self.group[page] == -1 else state, prefix)
+    def zeroed(self, group, block_id, state, prefix):
+        write(self, group, block_id, state * 0.0 if self.group[block_id] == -1 else state, prefix)
 
     monkeypatch.setattr(Blocks, "write_state", zeroed)
 
@@ -83,7 +83,7 @@ def shift_exported_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         Blocks,
         "write_window",
-        lambda self, group, page, rows, ends: write(self, group, page, rows.roll(1, 0), ends),
+        lambda self, group, block_id, rows, ends: write(self, group, block_id, rows.roll(1, 0), ends),
     )
 
 
@@ -92,11 +92,11 @@ def swap_attention_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         Blocks,
         "write_rows",
-        lambda self, group, pages, offsets, rows, ends: write(self, group, pages, offsets.flip(0), rows, ends),
+        lambda self, group, block_ids, offsets, rows, ends: write(self, group, block_ids, offsets.flip(0), rows, ends),
     )
 
 
-@pytest.mark.parametrize("plant", [zero_states_of_new_pages, shift_exported_window, swap_attention_rows])
+@pytest.mark.parametrize("plant", [zero_states_of_new_blocks, shift_exported_window, swap_attention_rows])
 def test_planted_wrong_content_is_caught(monkeypatch, plant):
     conversation = Conversation(turns=TWO_TURNS)
     turns = conversation.play()

@@ -34,7 +34,9 @@ def ab(
     ] = "cold,branches",
     servers: Annotated[int, typer.Option(help="Servers of each arm; two show what differs by chance.", min=1)] = 1,
     processors: Annotated[int, typer.Option(help="Of each server alone; 0 leaves it to the system.", min=0)] = 0,
-    page: Annotated[int, typer.Option(help="Tokens of a page in every arm; 0 leaves stock's.", min=0)] = 512,
+    block_tokens: Annotated[
+        int, typer.Option("--page", help="Tokens of a block in every arm; 0 leaves stock's.", min=0)
+    ] = 512,
     sizes: Sizes = DEFAULT_SIZES,
     growth_sizes: Annotated[str, typer.Option(help="Prompt tokens of suite growth.")] = (
         "2048,4096,8192,16384,32768,65536,131072"
@@ -75,7 +77,7 @@ def ab(
     except ValueError as error:
         raise typer.BadParameter(f"--serve {serve}: {error}; quote it as a shell would") from None
     try:
-        chosen = [server for name in names for server in servers_of(make_arm(name, page), servers)]
+        chosen = [server for name in names for server in servers_of(make_arm(name, block_tokens), servers)]
     except BenchError as error:
         raise typer.BadParameter(str(error)) from None
     for arm in chosen:

@@ -56,12 +56,12 @@ def servers_of(arm: Arm, count: int) -> list[Arm]:
     return [arm, *(replace(arm, name=arm.name + at, equal_to=arm.equal_to and arm.equal_to + at) for at in more)]
 
 
-def make_arm(text: str, page: int) -> Arm:
+def make_arm(text: str, block_tokens: int) -> Arm:
     """The arm of a name, or of `NAME@BLOCKS` for a KV cache of that many blocks.
 
     Args:
         text: As on the command line.
-        page: Tokens of an attention and of a recurrent page; 0 leaves stock's.
+        block_tokens: Tokens of an attention and of a Mamba block; 0 leaves stock's.
 
     Raises:
         BenchError: There is no such arm.
@@ -73,7 +73,7 @@ def make_arm(text: str, page: int) -> Arm:
     environment = {GATE: str(int(coalesces)), LOG_LIMIT: str(LOGGED_PLANS if coalesces else 0)}
     if coalesces:
         environment[RETENTION] = kind
-    environment |= {name: str(page) for name in SPLIT if page}
+    environment |= {name: str(block_tokens) for name in SPLIT if block_tokens}
     arguments: list[str] = ["--num-gpu-blocks-override", blocks] if at else []
     if kind == "equal":
         arguments += ["--scheduler-cls", f"{SCHEDULERS}.end_at_checkpoints"]

@@ -5,4 +5,4 @@ from __future__ import annotations
 
 
 class BenchError(Exception):
-    """A measurement that cannot be made or believed; the message is one line with the value and the way out."""
+    """A measurement that cannot be made or believed; the message is one line with the value and a hint."""

@@ -220,7 +220,7 @@ async def _wait(processes: Sequence[ServerProcess], seconds: float, keep_going: 
 
 
 FACTS = (
-    "KDA prefill coalescing: pages",
+    "KDA prefill coalescing: ",
     "GPU KV cache size",
     "Maximum concurrency",
     "Asynchronous scheduling",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -16,7 +17,9 @@ from vllm_kda_prefill.bench.records import Recorder
 from vllm_kda_prefill.bench.server_process import ServerProcess
 
 T = TypeVar("T")
-STARTED, PLANNED = "KDA prefill coalescing: blocks of", "KDA prefill plan: request"
+STARTED = re.compile(r"KDA prefill coalescing: \w+ of \d+ tokens")
+PLANNED = "KDA prefill plan: request"
+"""What the scheduler logs at its start, and of a plan."""
 
 
 @dataclass
@@ -91,12 +94,12 @@ async def check_before(server: Server, recorder: Recorder) -> Metrics:
         return reading
     if server.arm.coalesces:
         missing = [name for name in ("spans", "exported") if not counted[name]]
-        if missing or not plans or STARTED not in logged:
+        if missing or not plans or not STARTED.search(logged):
             raise BenchError(
                 f"arm {server.name}: the gate is not active (spans {counted['spans']:.0f}, states exported "
                 f"{counted['exported']:.0f}, {len(plans)} plans in the log); install this fork where vllm serve runs"
             )
-    elif reading.coalesces or plans or STARTED in logged:
+    elif reading.coalesces or plans or STARTED.search(logged):
         raise BenchError(
             f"arm {server.name}: the gate is active, and must not be; see {server.process and server.process.log}"
         )

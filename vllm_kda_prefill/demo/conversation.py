@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A short conversation with branches, served for real: what each follow-up finds in the prefix cache.
 
-The layout is GLM-5.3-Flash's (512-token pages, 8,192 tokens a step); the model is the toy one, so that
+The layout is GLM-5.3-Flash's (512-token blocks, 8,192 tokens a step); the model is the toy one, so that
 every answer can be compared with the same prompt computed without a cache.
 """
 

@@ -50,7 +50,7 @@ class PlanReport:
     """Both arms, and what the difference is worth.
 
     Attributes:
-        physical: Tokens of a recurrent page.
+        physical: Tokens of a Mamba block.
         lookup: Every prefix hit is a multiple of this many tokens.
         scheduler: The scheduler's block in tokens.
         unreachable: Retained states that no lookup can return in this layout.

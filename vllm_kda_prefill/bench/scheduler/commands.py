@@ -18,7 +18,7 @@ def growth(
     ),
     dcp: Annotated[int, typer.Option(help="Decode context parallel ranks: 1, 2, 4 or 8.")] = 1,
     mtp: Annotated[int, typer.Option(help="Draft tokens.", min=0, max=8)] = 3,
-    page: Annotated[int, typer.Option(help="Tokens of a page.", min=16)] = 512,
+    block_tokens: Annotated[int, typer.Option("--page", help="Tokens of a block.", min=16)] = 512,
     output: Output = Path("bench/growth.jsonl"),
 ) -> None:
     """Passes, retained states and bytes by prompt length, from vLLM's real scheduler; no GPU, no server."""
@@ -28,7 +28,7 @@ def growth(
     def run() -> None:
         from vllm_kda_prefill.bench.scheduler.growth import measure
 
-        measure(sizes, dcp, mtp, page, output)
+        measure(sizes, dcp, mtp, block_tokens, output)
 
     quietly(run, verbose=False)
     show(output)

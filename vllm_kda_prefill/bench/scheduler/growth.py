@@ -11,11 +11,11 @@ from vllm_kda_prefill.plan.report import make_report
 from vllm_kda_prefill.planning import Layout
 
 
-def measure(lengths: Sequence[int], dcp: int, mtp: int, page: int, output: Path) -> None:
+def measure(lengths: Sequence[int], dcp: int, mtp: int, block_tokens: int, output: Path) -> None:
     """Record what both schedulers do with a cold prompt of each length."""
-    pages = 4 * max(lengths) // page + 1000
-    layout = Layout(attention_block=page, mamba_block=page, dcp=dcp, mtp=mtp, num_blocks=pages, max_seqs=1)
-    with Recorder(output, {"lengths": list(lengths), "dcp": dcp, "mtp": mtp, "page": page}) as recorder:
+    blocks = 4 * max(lengths) // block_tokens + 1000
+    layout = Layout(block_tokens, block_tokens, dcp=dcp, mtp=mtp, num_blocks=blocks, max_seqs=1)
+    with Recorder(output, {"lengths": list(lengths), "dcp": dcp, "mtp": mtp, "block_tokens": block_tokens}) as recorder:
         for length in lengths:
             report = make_report(layout, "ladder", length)
             recorder.add(

@@ -39,7 +39,7 @@ class Reuse:
         prompt: Prompt tokens of all turns.
         cached: Of these, tokens found in the prefix cache.
         passes: Prefill passes.
-        evicted_states: States whose entry was dropped for another page, in states of all groups.
+        evicted_states: States whose entry was dropped for another block, in states of all groups.
         held_states: States in the cache at the end.
         held_bytes: What these take, unpadded, over all KDA layers and ranks.
         blocks: Blocks with an entry at the end.
@@ -82,7 +82,7 @@ def serve(layout: Layout, arm: str, trace: Conversations) -> Reuse:
 
 
 def _count_evictions(engine: Engine) -> Counter[int]:
-    """Counts, by KV cache group, the entries that go because their page is wanted."""
+    """Counts, by KV cache group, the entries that go because their block is wanted."""
     pool: Any = engine.scheduler.kv_cache_manager.block_pool
     evict = pool._maybe_evict_cached_block
     counts: Counter[int] = Counter()
@@ -126,8 +126,8 @@ def measure(
                 running = -(-trace.longest // (512 * dcp)) + groups * (MARGIN + mtp)
                 ample = max(reuse.blocks for reuse in unlimited.values()) + running
                 for part in PARTS:
-                    pages = max(int(ample * part), running)
-                    sized = dataclasses.replace(layout, num_blocks=pages)
+                    blocks = max(int(ample * part), running)
+                    sized = dataclasses.replace(layout, num_blocks=blocks)
                     for arm in ARMS:
                         reuse = serve(sized, arm, trace)
                         recorder.add(
@@ -137,6 +137,6 @@ def measure(
                             branching=probability,
                             trace=trace.seed,
                             part=part,
-                            pages=pages,
+                            cache_blocks=blocks,
                             **dataclasses.asdict(reuse),
                         )

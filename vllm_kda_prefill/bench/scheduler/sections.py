@@ -59,7 +59,7 @@ def reuse(samples: Sequence[Record]) -> Section | None:
                 (
                     f"{branching:.2f}",
                     f"{-part:g}",
-                    f"{sum(run['pages'] for run in runs) // len(runs):,}",
+                    f"{sum(run['cache_blocks'] for run in runs) // len(runs):,}",
                     arm,
                     f"{share:.1%}",
                     f"{total:.3f} ({min(ratios, default=0):.3f})" if arm != "stock" else "-",

@@ -41,7 +41,7 @@ async def probe(server: Server, sizes: Sequence[int], seed: int, recorder: Recor
         if not answer.cached:
             raise BenchError(
                 f"arm {server.name}: the {name} prompt of {len(first)} tokens found nothing in the prefix cache; "
-                "is --enable-prefix-caching on, and a page shorter than the prompt?"
+                "is --enable-prefix-caching on, and a block shorter than the prompt?"
             )
 
 
