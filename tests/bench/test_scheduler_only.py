@@ -90,7 +90,7 @@ def test_the_gate_shows_in_the_log_and_in_the_counters(monkeypatch):
     assert any(STARTED.search(line) for line in logged)
     known = {f"vllm:kda_prefill_{name}" for name, _ in (COUNTERS | GAUGES).values()}
     assert {metrics.SPANS, metrics.EXPORTED, metrics.NOT_EXPORTED} <= {f"{name}_total" for name in known}
-    assert metrics.STATE_PAGES in known
+    assert metrics.PROBATIONARY_BLOCKS in known
 
 
 def test_growth_records_what_the_schedulers_do(tmp_path):

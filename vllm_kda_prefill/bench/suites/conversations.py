@@ -57,5 +57,5 @@ async def run(
                 arm=server.name,
                 trace=trace.seed,
                 counters=counters,
-                state_pages=held,
+                probationary_blocks=held,
             )
