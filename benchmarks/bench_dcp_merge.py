@@ -39,6 +39,9 @@ from vllm.model_executor.layers.dcp_topk_merge._triton_kernels import launch_pac
 
 CACHE_BYTES = 256 << 20
 COPY_BYTES = 1 << 30
+REPLAY_MICROSECONDS = 20_000
+"""One replay takes about as long, unless 64 calls are shorter."""
+
 CONTEXT_ROWS = 2500
 """Rows of the whole context: 40,000 tokens in pools of 16."""
 
@@ -73,26 +76,28 @@ def make_inputs(queries: int, ranks: int, k: int, copies: int) -> list[Inputs]:
 
 
 def microseconds(calls: Sequence[Callable[[], object]], replays: int) -> float:
-    """Median time of one of `calls`, captured together in a CUDA graph and replayed."""
+    """Median time of one of `calls`, captured in turn in a CUDA graph and replayed."""
     for call in calls[:2]:
         call()
-    torch.cuda.synchronize()
+    once = timed(calls[0])
+    captured = max(4, min(64, int(REPLAY_MICROSECONDS / once)))
     graph = torch.cuda.CUDAGraph()
-    repeats = max(1, 64 // len(calls))
     with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            for call in calls:
-                call()
-    times = []
-    for turn in range(replays + 3):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if turn >= 3:
-            times.append(1000 * begin.elapsed_time(end) / (repeats * len(calls)))
-    return statistics.median(times)
+        for i in range(captured):
+            calls[i % len(calls)]()
+    times = [timed(graph.replay) / captured for _ in range(replays + 3)]
+    return statistics.median(times[3:])
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Microseconds between two events around a call."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return 1000 * begin.elapsed_time(end)
 
 
 def copy_rate(replays: int) -> float:
@@ -111,7 +116,7 @@ def stock_calls(inputs: list[Inputs], ranks: int, k: int) -> dict[str, list[Call
         from vllm.model_executor.kernels.attention.dsa import dcp_indexer_cutedsl as stock
     except Exception as error:
         # Whatever a host lacks for it, vLLM or CuTeDSL, the other rows are worth having.
-        return f"not here: {type(error).__name__}"
+        return f"not here ({error})"
     selects: list[Callable[[], object]] = []
     both: list[Callable[[], object]] = []
     for one in inputs:
@@ -119,7 +124,7 @@ def stock_calls(inputs: list[Inputs], ranks: int, k: int) -> dict[str, list[Call
         order = (keys >> 32).to(torch.int32)
         scores = torch.where(order < 0, order ^ 0x7FFFFFFF, order).view(torch.float32)
         gathered = torch.stack([scores, (~keys & 0xFFFFFFFF).float()], dim=-1).contiguous()
-        packed = torch.empty((*one.ids.shape, 2), device="cuda")
+        packed = torch.empty((*one.ids.shape, 2), device=one.ids.device)
 
         def select(gathered: torch.Tensor = gathered, one: Inputs = one) -> None:
             stock.stable_topk_from_gathered_candidates_cutedsl(gathered, k, out=one.out)
@@ -139,7 +144,7 @@ def stock_calls(inputs: list[Inputs], ranks: int, k: int) -> dict[str, list[Call
         if not torch.equal(ours.sort().values, inputs[0].out.sort().values):
             return "selects otherwise"
     except Exception as error:
-        return f"does not run at {k}: {type(error).__name__}"
+        return f"does not run at {k} ({error})"
     return {"stock select": selects, "stock pack + select": both}
 
 
@@ -176,10 +181,10 @@ def measure(queries: int, ranks: int, k: int, replays: int, rate: float, keys: S
         calls |= stock
     for name, call in calls.items():
         row[name] = microseconds(call, replays)
-    cells = {name: f"{value:.1f}" for name, value in row.items()}
-    cells["select / floor"] = f"{row['select'] / row['floor']:.2f}"
+    cells = {"select / floor": f"{row['select'] / row['floor']:.2f}"}
+    cells |= {name: f"{value:.1f}" for name, value in row.items()}
     if isinstance(stock, str):
-        cells["stock select"] = cells["stock pack + select"] = stock
+        cells["stock select"] = cells["stock pack + select"] = " ".join(stock.split())[:80]
     return cells
 
 

@@ -229,6 +229,8 @@ def test_the_same_candidates_give_the_same_order(kernels):
     assert torch.equal(once, again)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(INTERPRETED, reason="starts this very run")
 def test_the_kernels_interpreted():
     options = ["-q", "--noconftest", "-p", "no:cacheprovider", "-k", "interpreter"]

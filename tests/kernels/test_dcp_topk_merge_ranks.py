@@ -130,6 +130,15 @@ def test_stock_registers_no_kernels_of_its_own_merge(bound):
     assert [module.has_cutedsl() for module in STOCK] == [False, False]
 
 
+def test_stocks_selector_does_not_compile_for_two_ranks_of_this_model():
+    """What the indexers of the unbound model would have compiled at start; docs/upstream.md, fault 7."""
+    dsa = pytest.importorskip("vllm.model_executor.kernels.attention.dsa.dcp_indexer_cutedsl")
+    selector = dsa.StableTopKFromGatheredCandidatesKernel
+    assert selector.kernel(selector.CompileKey(topk=128, num_candidates=4 * 128)) is not None
+    with pytest.raises(AssertionError, match="multiple of 512, got 256"):
+        selector.kernel(selector.CompileKey(topk=128, num_candidates=2 * 128))
+
+
 def test_the_model_binds_it_before_its_indexers_are_built(bound, monkeypatch):
     seen: list[Any] = []
 
