@@ -130,7 +130,7 @@ def test_stock_registers_no_kernels_of_its_own_merge(bound):
     assert [module.has_cutedsl() for module in STOCK] == [False, False]
 
 
-def test_stocks_selector_does_not_compile_for_two_ranks_of_this_model():
+def test_stocks_selector_refuses_two_ranks_of_this_model():
     """What the indexers of the unbound model would have compiled at start; docs/upstream.md, fault 7."""
     dsa = pytest.importorskip("vllm.model_executor.kernels.attention.dsa.dcp_indexer_cutedsl")
     selector = dsa.StableTopKFromGatheredCandidatesKernel
