@@ -12,6 +12,7 @@ import typer
 from vllm_kda_prefill.bench.ab_command import ab
 from vllm_kda_prefill.bench.scheduler.commands import growth, reuse
 from vllm_kda_prefill.bench.url_commands import branches, conversations, decode, prefill
+from vllm_kda_prefill.trace.command import trace
 
 app = typer.Typer(
     help="Serving measurements: time to first token, branch reuse, decode, growth, and their report.",
@@ -22,6 +23,7 @@ for command in (prefill, branches, decode, conversations):
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(ab)
 app.command()(growth)
 app.command()(reuse)
+app.command()(trace)
 
 
 @app.command()

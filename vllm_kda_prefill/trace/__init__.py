@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded prompts through vLLM's real scheduler and KV cache manager: `kda-prefill bench trace`."""
