@@ -74,9 +74,10 @@ class ForesightCache:
     """A cache that keeps only what is used again, and when it is full drops what is used again last (Belady).
 
     Attention of a prefix is used again by the next prompt that repeats it. A state is used again by the next prompt
-    that parts from all prompts before it right there; no other state is kept, and a pass keeps as many as are wanted.
-    Of what is used again at the same time the deepest goes first, a state before the attention it stands on. So what
-    is left of a prefix is always its beginning.
+    that parts from all prompts before it right there; a pass keeps as many of these as there are. A state that has no
+    such use any more stays only while nothing else wants its blocks, for a prompt that goes on past it. Of what is used
+    again at the same time the deepest goes first, a state before the attention it stands on. So what is left of a
+    prefix is always its beginning.
     """
 
     def __init__(self, prompts: Sequence[UnitPrompt], num_blocks: int, unit_blocks: float, state_blocks: int) -> None:
@@ -108,24 +109,25 @@ class ForesightCache:
         states = self._states.next_use
         hit = next((depth for depth in range(reach, 0, -1) if prompt.prefixes[depth - 1] in states), 0)
         for depth, prefix in enumerate(prompt.prefixes, 1):
-            self._keep(self._attention, prefix, depth, time)
+            passed = self._attention.next_time(prefix, time)
+            self._keep(self._attention, prefix, depth, passed)
             # Only what is computed can be kept anew.
             if depth > hit or prefix in states:
-                self._keep(self._states, prefix, depth, time)
+                wanted = self._states.next_time(prefix, time)
+                if wanted is None and passed is not None and prefix in states:
+                    wanted = passed + len(self._prompts)  # Later than anything: it goes first.
+                self._keep(self._states, prefix, depth, wanted)
         while self.used > self._num_blocks:
             self._drop_last_used()
         return hit
 
-    def _keep(self, kind: _Kind, prefix: Position, depth: int, time: int) -> None:
-        """Keep it until its next use after `time`, or drop it where there is none."""
-        uses = kind.uses.get(prefix)
-        while uses and uses[0] <= time:
-            uses.popleft()
-        if not uses:
+    def _keep(self, kind: _Kind, prefix: Position, depth: int, until: int | None) -> None:
+        """Keep it until its next use, or drop it where there is none."""
+        if until is None:
             kind.next_use.pop(prefix, None)
-        elif kind.next_use.get(prefix) != uses[0]:
-            kind.next_use[prefix] = uses[0]
-            heapq.heappush(self._order, (-uses[0], -depth, -int(kind is self._states), prefix))
+        elif kind.next_use.get(prefix) != until:
+            kind.next_use[prefix] = until
+            heapq.heappush(self._order, (-until, -depth, -int(kind is self._states), prefix))
 
     def _drop_last_used(self) -> None:
         time, _, is_state, prefix = heapq.heappop(self._order)
@@ -136,12 +138,24 @@ class ForesightCache:
 
 
 class _Kind:
-    """Attention's blocks, or states."""
+    """Attention's blocks, or states.
+
+    Attributes:
+        uses: Prefix -> times of its uses that are still to come.
+        next_use: Prefix -> when it is used next, of all that are in the cache.
+    """
 
     def __init__(self, blocks_each: float) -> None:
         self.uses: dict[Position, deque[int]] = {}
         self.next_use: dict[Position, int] = {}
         self._blocks_each = blocks_each
+
+    def next_time(self, prefix: Position, time: int) -> int | None:
+        """When a prefix is used next after `time`; ask in the order of time."""
+        uses = self.uses.get(prefix)
+        while uses and uses[0] <= time:
+            uses.popleft()
+        return uses[0] if uses else None
 
     @property
     def blocks(self) -> float:

@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_kda_prefill.bench.options import numbers
+from vllm_kda_prefill.console import AsJson, Dcp, Mtp, Verbose, check, check_engine, check_model, fail, quietly
+from vllm_kda_prefill.layout_command import read_memory
+
 if TYPE_CHECKING:
     from vllm_kda_prefill.planning import Layout
     from vllm_kda_prefill.trace.prompts import Trace
@@ -19,6 +23,10 @@ if TYPE_CHECKING:
 
 POLICIES = ("ladder", "replay")
 MAX_PROMPT = 262_143
+
+ALIGNMENT = 16
+"""vLLM's block sizes are multiples of this many tokens where a checkpoint can be inside one."""
+
 TP = 4
 
 
@@ -51,8 +59,8 @@ def trace(
         Path | None, typer.Option(help="With --memory: folder of a config.json; default GLM-5.3-Flash's shapes.")
     ] = None,
     tp: Annotated[int, typer.Option(help=f"With --memory: tensor parallel ranks; 0 is {TP}, or --dcp.", min=0)] = 0,
-    dcp: Annotated[int, typer.Option(help="Decode context parallel ranks: 1, 2, 4 or 8.")] = 1,
-    mtp: Annotated[int, typer.Option(help="Draft tokens of multi-token prediction, 0 to 8.")] = 0,
+    dcp: Dcp = 1,
+    mtp: Mtp = 0,
     block_size: Annotated[
         int, typer.Option(help="Tokens of an attention block on a rank, and of a recurrent one.")
     ] = 512,
@@ -69,8 +77,8 @@ def trace(
     plot: Annotated[Path | None, typer.Option(help="Draw cached shares over blocks into this PNG, SVG or PDF.")] = None,
     make: Annotated[str, typer.Option(help="Write a made-up trace of this KIND to FILE, and replay nothing.")] = "",
     seed: Annotated[int, typer.Option(help="With --make: of all that is random.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's log.")] = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
 ) -> None:
     """Replay recorded prompts through vLLM's real scheduler and KV cache manager; no GPU, no server.
 
@@ -78,9 +86,6 @@ def trace(
     JSON file each. Prints what stock and each policy find in the prefix cache, beside what a cache without limit and
     one with foresight find. Kinds for --make: agents, mix, uniform, scan, repeat, rerender, rerender-long.
     """
-    from vllm_kda_prefill.bench.command import numbers
-    from vllm_kda_prefill.cli import check, check_engine
-
     if make:
         _make(make, files, requests, seed)
         return
@@ -90,8 +95,8 @@ def trace(
     check("--tp", tp, tp % dcp == 0, f"give a multiple of --dcp, {dcp}")
     if plot is not None:
         _check_plot(plot)
-    arms = ("stock", *(name.strip() for name in policy.split(",")))
-    check("--policy", policy, set(arms[1:]) <= set(POLICIES), "give ladder, replay, or both with a comma")
+    arms = tuple(dict.fromkeys(("stock", *(name.strip() for name in policy.split(",")))))
+    check("--policy", policy, set(arms) <= {"stock", *POLICIES}, "give ladder, replay, or both with a comma")
     cache = Cache(numbers(blocks, "--blocks"), memory, model, tp or max(TP, dcp), dcp, mtp, block_size, groups, budget)
     if memory:
         _check_memory(cache)
@@ -117,13 +122,12 @@ def _run(
     load: tuple[int, float | None, float],
     verbose: bool,
 ) -> TraceReport:
-    from vllm_kda_prefill.cli import fail, quietly
     from vllm_kda_prefill.trace.errors import TraceError
     from vllm_kda_prefill.trace.reader import read_traces
 
     try:
         recorded = read_traces(files).first(requests, longest)
-        return quietly(lambda: _replay(recorded, cache, arms, load), verbose)
+        return quietly(lambda: _replay(recorded, cache, arms, load), verbose, spinner=False)
     except TraceError as error:
         fail(str(error))
 
@@ -145,7 +149,6 @@ def _replay(recorded: Trace, cache: Cache, arms: Sequence[str], how: tuple[int, 
 
 def _layout(cache: Cache, load: Load) -> tuple[Layout, Sequence[int]]:
     """The KV cache but for its size, and its sizes."""
-    from vllm_kda_prefill.layout_command import read_memory
     from vllm_kda_prefill.planning import Layout
 
     groups, open_pool, sizes = cache.groups, 0, list(cache.blocks)
@@ -169,7 +172,6 @@ def _layout(cache: Cache, load: Load) -> tuple[Layout, Sequence[int]]:
 
 
 def _make(kind: str, files: Sequence[Path], requests: int | None, seed: int) -> None:
-    from vllm_kda_prefill.cli import check, fail
     from vllm_kda_prefill.trace.errors import TraceError
     from vllm_kda_prefill.trace.makers import KINDS, write_trace
 
@@ -182,17 +184,15 @@ def _make(kind: str, files: Sequence[Path], requests: int | None, seed: int) -> 
 
 
 def _check_numbers(budget: int, mtp: int, block_size: int, arrivals: float | None, prefill_rate: float) -> None:
-    from vllm_kda_prefill.cli import check, is_chunked
 
     check("--budget", budget, budget > mtp, f"give at least {mtp + 1} tokens, one more than --mtp")
-    check("--block-size", block_size, is_chunked(block_size), "give a positive multiple of 16 tokens")
+    is_aligned = block_size > 0 and block_size % ALIGNMENT == 0
+    check("--block-size", block_size, is_aligned, f"give a positive multiple of {ALIGNMENT} tokens")
     check("--arrivals", arrivals, arrivals is None or 0 < arrivals < float("inf"), "give a number above 0")
     check("--prefill-rate", prefill_rate, 0 < prefill_rate < float("inf"), "give tokens a second, above 0")
 
 
 def _check_memory(cache: Cache) -> None:
-    from vllm_kda_prefill.cli import check, check_model
-    from vllm_kda_prefill.layout_command import read_memory
 
     for part in cache.memory.split(","):
         check("--memory", part, read_memory(part) > 0, "give more than nothing")
@@ -201,7 +201,6 @@ def _check_memory(cache: Cache) -> None:
 
 
 def _check_plot(plot: Path) -> None:
-    from vllm_kda_prefill.cli import check
 
     folder = plot.absolute().parent
     check("--plot", plot, plot.suffix in (".png", ".svg", ".pdf"), "name a .png, .svg or .pdf file")

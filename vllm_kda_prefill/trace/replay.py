@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from vllm_kda_prefill.planning import Arm, Engine, Layout  # isort: skip
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.recurrent_prefill_checkpoint import Policy
+from vllm.v1.core.state_retention import Policy
 from vllm.v1.request import Request
 from vllm_kda_prefill.trace.arrivals import Arrivals
 from vllm_kda_prefill.trace.errors import TraceError
@@ -35,7 +35,6 @@ class Replay:
         computed_tokens: Prefill tokens computed, after a preemption again.
         steps: Steps of the scheduler.
         most_running: Most requests in one step.
-        preemptions: Requests that were preempted, each time.
         states: What became of the states.
         held_states: States in the prefix cache at the end.
     """
@@ -45,7 +44,6 @@ class Replay:
     computed_tokens: int = 0
     steps: int = 0
     most_running: int = 0
-    preemptions: int = 0
     states: StateCounts = field(default_factory=StateCounts)
     held_states: int = 0
 
@@ -85,7 +83,7 @@ def _check_room(layout: Layout, arm: str, trace: Trace) -> None:
     server = _Server(Engine.build(layout, *ARMS[arm]))
     server.add(0, max(trace.prompts, key=lambda prompt: prompt.tokens))
     while server.unfinished:
-        if not server.step() or server.result().preemptions:
+        if not server.step():
             raise TraceError(
                 f"{layout.num_pages} blocks do not hold a prompt of {trace.longest} tokens: give more blocks, or cut "
                 "prompts with --longest"
@@ -137,7 +135,6 @@ class _Server:
         count.computed_tokens += tokens
         count.steps += 1
         count.most_running = max(count.most_running, len(output.num_scheduled_tokens))
-        count.preemptions += len(output.preempted_req_ids or ())
         self._engine.answer(output)
         return tokens
 

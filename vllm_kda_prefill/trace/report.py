@@ -118,7 +118,6 @@ class TraceReport:
             "computed_tokens": result.computed_tokens,
             "steps": result.steps,
             "most_running": result.most_running,
-            "preemptions": result.preemptions,
             "states_kept": _by_kind(states.kept),
             "states_held": result.held_states,
             "states_evicted": states.evicted,

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm.v1.core.coalescing_kv_cache_manager import cacheable_managers, lookup_grid
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock, get_block_hash, get_group_id
-from vllm.v1.core.recurrent_prefill_checkpoint import Retention
+from vllm.v1.core.state_retention import Retention
 from vllm.v1.request import Request
 
 
