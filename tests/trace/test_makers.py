@@ -37,6 +37,9 @@ def test_block_ids_are_equal_exactly_where_the_texts_are_up_to_there():
     assert writing.block_ids([one, writing.text(400)])[:2] == [first[0], 3 + 1]
     assert not set(writing.block_ids([other, one])) & set(first)
     assert writing.block_ids([]) == []
+    # The same whole block behind another one.
+    blocks = [writing.text(512) for _ in range(3)]
+    assert writing.block_ids([blocks[0], blocks[2]])[1] != writing.block_ids([blocks[1], blocks[2]])[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
