@@ -21,7 +21,7 @@ TAIL, JUNCTION, SPAN_END, CHECKPOINT = StateKind.TAIL, StateKind.JUNCTION, State
 MAIN = list(range(1, 17))
 OTHER = list(range(101, 117))
 
-LAYOUT = Layout(num_pages=500)
+LAYOUT = Layout(num_blocks=500)
 
 # A prompt of 8,192 tokens; one that leaves it at 6,144; that one again.
 BRANCH = make_trace((8192, MAIN), (8192, MAIN[:12] + OTHER[:4]), (8192, MAIN[:12] + OTHER[:4]))
@@ -74,7 +74,7 @@ def test_a_state_where_a_pass_ends_anyway_is_a_span_end():
 def test_states_are_kept_held_or_evicted_and_one_that_was_hit_is_no_waste():
     once = [(1025, [100 + 3 * number, 101 + 3 * number, 102 + 3 * number]) for number in range(20)]
     trace = make_trace((1025, [1, 2, 3]), (1025, [1, 2, 3]), *once)
-    result = serve("stock", trace, layout=Layout(num_pages=12))
+    result = serve("stock", trace, layout=Layout(num_blocks=12))
     assert result.cached_tokens == 1024
     assert result.states.kept == {TAIL: 21}
     assert result.held_states + result.states.evicted == 21
@@ -86,11 +86,11 @@ def test_states_are_kept_held_or_evicted_and_one_that_was_hit_is_no_waste():
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(num_pages=60, mamba_groups=2),
+        Layout(num_blocks=60, mamba_groups=2),
         # Equal prompts run side by side, and each has the same state.
-        Layout(num_pages=90, mamba_groups=2, budget=2048, long_prefill_threshold=1024),
+        Layout(num_blocks=90, mamba_groups=2, budget=2048, long_prefill_threshold=1024),
         # States end inside a Mamba block, which the next pass writes on.
-        Layout(num_pages=60, mamba_groups=2, mamba_block=1024, budget=1024),
+        Layout(num_blocks=60, mamba_groups=2, mamba_block=1024, budget=1024),
     ],
 )
 @pytest.mark.parametrize("arm", ARMS)
@@ -130,7 +130,7 @@ def test_ids_find_what_tokens_find(arm, dcp, mtp):
         (8192, [*MAIN[:4], *OTHER[:12]]),
         (9000, [*MAIN, 201, 202]),
     ]
-    layout = Layout(dcp=dcp, mtp=mtp, mamba_groups=2, num_pages=900)
+    layout = Layout(dcp=dcp, mtp=mtp, mamba_groups=2, num_blocks=900)
     engine = Engine.build(layout, *ARMS[arm])
     cached = 0
     for number, (length, ids) in enumerate(prompts):
@@ -152,7 +152,7 @@ def test_some_at_a_time_share_steps():
 def test_recorded_times_let_requests_overlap_and_queue():
     # While the first prompt's 4,096 tokens take two seconds, the two others come and then run together.
     trace = make_trace(*[(4096, [8 * number + block for block in range(8)]) for number in range(3)], times=[0, 1, 2])
-    layout = Layout(num_pages=500)
+    layout = Layout(num_blocks=500)
     result = replay(layout, "ladder", trace, Recorded(trace.prompts, 1, 2048))
     assert (result.steps, result.most_running) == (2, 2)
     apart = replay(layout, "ladder", trace, Recorded(trace.prompts, 1, 1_000_000))
@@ -188,7 +188,7 @@ def test_what_a_preempted_request_finds_of_its_own_is_no_hit(monkeypatch):
 def test_a_cache_too_small_for_the_longest_prompt_is_refused_at_once():
     trace = make_trace((600, [7, 8]), (8192, MAIN))
     with pytest.raises(TraceError, match="12 blocks do not hold a prompt of 8192 tokens: give more blocks"):
-        serve("ladder", trace, layout=Layout(num_pages=12))
+        serve("ladder", trace, layout=Layout(num_blocks=12))
 
 
 def test_a_report_sets_each_arm_against_both_bounds():

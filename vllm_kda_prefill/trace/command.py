@@ -14,7 +14,7 @@ import typer
 
 from vllm_kda_prefill.bench.options import numbers
 from vllm_kda_prefill.console import AsJson, Dcp, Mtp, Verbose, check, check_engine, check_model, fail, quietly
-from vllm_kda_prefill.layout_command import read_memory
+from vllm_kda_prefill.layout.command import read_memory
 
 if TYPE_CHECKING:
     from vllm_kda_prefill.planning import Layout
@@ -196,8 +196,7 @@ def _check_memory(cache: Cache) -> None:
 
     for part in cache.memory.split(","):
         check("--memory", part, read_memory(part) > 0, "give more than nothing")
-    if cache.model is not None:
-        check_model(cache.model, cache.mtp)
+    check_model(cache.model, cache.mtp)
 
 
 def _check_plot(plot: Path) -> None:

@@ -85,7 +85,7 @@ def _check_room(layout: Layout, arm: str, trace: Trace) -> None:
     while server.unfinished:
         if not server.step():
             raise TraceError(
-                f"{layout.num_pages} blocks do not hold a prompt of {trace.longest} tokens: give more blocks, or cut "
+                f"{layout.num_blocks} blocks do not hold a prompt of {trace.longest} tokens: give more blocks, or cut "
                 "prompts with --longest"
             )
 

@@ -174,7 +174,7 @@ def _rows(
             doing = f"{num_blocks:,} blocks, {arm}"
             on_progress(doing, 0)
             result = replay(
-                replace(layout, num_pages=num_blocks),
+                replace(layout, num_blocks=num_blocks),
                 arm,
                 trace,
                 report.load.arrivals(trace),

@@ -3,18 +3,13 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 # The platform first: see there.
-from vllm_kda_prefill.planning import GLM_SHAPES  # isort: skip
+from vllm_kda_prefill.layout.report import EngineShape, make_report  # isort: skip
 
-from vllm.v1.core.split_layout_planning import PageSizes
-from vllm_kda_prefill.cache_report import EngineShape, make_report
+from vllm.v1.core.block_sizes import BlockSizes
 from vllm_kda_prefill.trace.errors import TraceError
 
 
@@ -48,23 +43,11 @@ def of_memory(memories: list[int], model: Path | None, tp: int, dcp: int, mtp: i
         TraceError: An amount does not hold two blocks.
         ValueError: vLLM has no such layout.
     """
-    with _folder(model) as folder:
-        report = make_report(EngineShape(folder, tp, dcp, mtp), max(memories), PageSizes(block, block))
-    layout = report.layouts[f"{block}/{block}"]
+    sizes = BlockSizes(block, block)
+    layout = make_report(EngineShape(model, tp, dcp, mtp), max(memories), sizes).layouts[str(sizes)]
     blocks = [layout.blocks(memory) for memory in memories]
     for memory, count in zip(memories, blocks, strict=True):
         if count < 2:
             raise TraceError(f"--memory {memory} bytes: a block takes {layout.block_bytes} bytes; give more")
     scratch = layout.of_kind("scratch")
     return MemoryLayout(blocks, len(layout.of_kind("recurrent")), scratch[0].block_tokens if scratch else 0)
-
-
-@contextmanager
-def _folder(model: Path | None) -> Iterator[Path]:
-    """A folder with the model's config.json."""
-    if model is not None:
-        yield model
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(GLM_SHAPES))
-        yield Path(folder)

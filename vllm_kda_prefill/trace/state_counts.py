@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from vllm.v1.core.coalescing_kv_cache_manager import cacheable_managers, lookup_grid
+from vllm.v1.core.cache_groups import CacheGroups
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock, get_block_hash, get_group_id
+from vllm.v1.core.lookup_grid import lookup_grid
 from vllm.v1.core.state_retention import Retention
 from vllm.v1.request import Request
 
@@ -78,10 +79,10 @@ class StateWatch:
         """
         manager = scheduler.kv_cache_manager
         self.counts = StateCounts()
-        self._retention = Retention(lookup_grid(manager))
+        self._retention = Retention(lookup_grid(manager.coordinator))
         self._pool: Any = manager.block_pool
         self._hash_block: int = self._pool.hash_block_size
-        self._group: int = cacheable_managers(manager)[0][0].kv_cache_group_id
+        self._group: int = CacheGroups.of(manager.coordinator).mamba_ids[0]
         self._states: dict[BlockHash, _State] = {}
         self._new: list[_State] = []
         self._gone: dict[BlockHash, _State] = {}
