@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What pyproject.toml cannot say: the overlay's packages, the CUDA sources and the editable install.
 
 `vllm/` here is an overlay. A wheel puts its files beside stock vLLM's in site-packages, where folders that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Import this fork's `vllm.*` modules from a checkout, beside a stock vLLM.
 
 The checkout's `vllm/` holds only the files the fork adds, so Python cannot find them through the stock

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m kda_prefill_finder --link SITE_DIR`: an editable install for hosts that cannot run pip."""
 
 from __future__ import annotations

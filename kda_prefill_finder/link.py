@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes into a site directory so that Python and vLLM find a checkout."""
 
 from __future__ import annotations

@@ -76,11 +76,12 @@ def usage_message(error: Any) -> str:
     """One line for a usage error, with the value that typer's type check refused and what would be right."""
     from pydantic import ValidationError
 
-    message = " ".join(error.format_message().split()).rstrip(".")
+    message = " ".join(error.format_message().split()).rstrip(".").removeprefix("Invalid value: ")
     cause, parameter = error.__cause__, getattr(error, "param", None)
     if not isinstance(cause, ValidationError) or parameter is None:
         return message
     (found, *_) = cause.errors()
     limits = [f"{word} {found['ctx'][key]}" for key, word in BOUNDS.items() if key in found.get("ctx", {})]
-    hint = KINDS.get(found["type"]) or " and ".join(limits)
+    _, _, choices = found["msg"].partition("is not one of ")
+    hint = KINDS.get(found["type"]) or " and ".join(limits) or (choices and f"one of {choices.rstrip('.')}")
     return f"{parameter.opts[0]} {found['input']}: give {hint}" if hint else message

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start an arm as a process and read its answers."""
 
 from __future__ import annotations

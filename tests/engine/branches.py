@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Branches off one prompt: what an arm is sent, what it answered, and how far a hit may be from an uncached run.
 
 And what a planted wrong state must do to that."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far two answers to the same prompt are apart."""
 
 from __future__ import annotations

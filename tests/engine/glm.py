@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small GLM-5.3-Flash: the real layer shapes, few layers and experts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several ranks of one engine on a single GPU.
 
 NCCL takes one rank a GPU. Here the ranks' collectives go through shared memory of the host instead, as a backend of

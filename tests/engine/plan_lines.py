@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the scheduler and each rank of an engine logged of prefill plans."""
 
 from __future__ import annotations

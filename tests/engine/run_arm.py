@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One arm of an engine comparison, in a process of its own.
 
 Usage: run_arm.py ENGINE.json RESULT_FD. Takes one JSON step a line on stdin and answers each with one JSON line on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A vLLM load format, `seeded`, whose random weights have the scale of trained ones.
 
 vLLM's own dummy weights are so small that logits hardly depend on the prompt, so a wrong state would not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the engine tests read of an engine: its logs of plans, and the pages of a state. No GPU is needed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The real engine with GLM-5.3-Flash layer shapes and random weights, gate on against gate off.
 
 Stock itself does not repeat its logprobs to the last bit (sparse attention adds up its selected tokens in no fixed

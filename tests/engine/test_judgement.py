@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The comparisons of `test_engine.py`, on answers made up here: they run without a GPU, and a fault fails them."""
 
 from __future__ import annotations

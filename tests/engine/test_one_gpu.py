@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks on one GPU get from shared memory what the same collectives give over gloo, under vLLM's own groups."""
 
 import multiprocessing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine on two and four ranks, which share the GPU, with and without decode context parallelism.
 
 Stock cannot merge the 128 rows that GLM-5.3-Flash's indexer selects on each rank, so here it selects 8,192 tokens: 512

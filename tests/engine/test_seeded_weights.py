@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which parameters differ between the ranks of an engine with seeded weights."""
 
 import torch

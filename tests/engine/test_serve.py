@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`vllm serve` with the gate on, under concurrent clients: every answer against its uncached answer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fork adds modules to stock vLLM and never replaces one.
 
 Most tests run in a Python of their own over a small stand-in for the stock package: importing vLLM takes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lock files pin everything that the project needs, exactly, and name no place to get it from."""
 
 from __future__ import annotations

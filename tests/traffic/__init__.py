@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hostile traffic on vLLM's real scheduler and the toy model.
 
 | file | job |

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One torch thread: the model's matrices are too small to share."""
 
 import logging

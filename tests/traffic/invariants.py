@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must hold of the block pool, the block tables and the pages' contents, whatever the traffic."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hostile traffic as a Hypothesis state machine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults planted one at a time, each of which the suite must find: `python -m tests.traffic.mutants`.
 
 A suite that finds nothing proves nothing unless it finds these, with the seed and the examples that `make test` runs.

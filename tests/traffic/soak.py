@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hostile traffic with random seeds for as long as wanted: `MINUTES=30 python -m tests.traffic.soak`.
 
 Prints a line a round, about every ten seconds, with the totals so far; on a failure the seed, the failure and the

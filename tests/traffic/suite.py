@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much traffic the test suite runs; a planted fault has to be found within the same."""
 
 from __future__ import annotations

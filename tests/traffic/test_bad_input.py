@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scheduler outputs that do not fit the worker: one clear error, and nothing is written."""
 
 from __future__ import annotations

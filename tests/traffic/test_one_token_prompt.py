@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A third fault of stock vLLM 0.33.0, found by this traffic: a prompt of one token beside decoding requests.
 
 With multi-token prediction stock pads a lone last token with placeholder drafts. Where the prompt has no other

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hostile traffic for fixed seeds: nothing wrong is ever served with the gate on, and stock's faults are found."""
 
 import pytest

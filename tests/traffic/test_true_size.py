@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The real sizes: recurrent pages of 512 tokens, steps of 8,192, prompts of up to 40,000."""
 
 from __future__ import annotations

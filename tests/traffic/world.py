@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine, the toy model, and everything known about the texts that go through them."""
 
 from __future__ import annotations

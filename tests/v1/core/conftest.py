@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker made of labels, and short ways to drive vLLM's scheduler, shared by the tests of this folder.
 
 `ShadowWorker` executes scheduler outputs like a GPU worker would, but a page holds labels instead of numbers: the

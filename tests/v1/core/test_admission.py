@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The feature never makes a request wait, be preempted or be refused where stock would run it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rungs are worth their pages: cached tokens of conversations that extend and branch, against stock's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grants: which pages an export gets, and that a lookup finds what was retained."""
 
 from __future__ import annotations

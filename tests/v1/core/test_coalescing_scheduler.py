@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the scheduler runs and retains, on vLLM's own scheduler and KV cache manager."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of stock vLLM 0.33.0, each in its smallest case: stock has it, the coalescing scheduler has not.
 
 The label-checking worker of conftest.py raises where a request reads, or the prefix cache promises, something that

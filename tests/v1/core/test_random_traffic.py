@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random traffic over small pools: nothing ever reads, keeps or promises a state that was not computed.
 
 `ShadowWorker` (conftest.py) checks after every step: what each row reads and attends to, that no page has two writers,

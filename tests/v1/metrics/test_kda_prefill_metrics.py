@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The planner's counters on their way from the scheduler to `/metrics`."""
 
 from types import SimpleNamespace
