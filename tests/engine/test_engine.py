@@ -118,7 +118,7 @@ def test_stock_repeats_itself_where_attention_takes_every_token(stock, stock_aga
 
 
 @pytest.mark.parametrize("arm", COALESCED)
-def test_cold_prompts_differ_from_stock_no_more_than_stock_from_itself(arm, runs, stocks_own):
+def test_cold_prompts_differ_no_more_than_stock_from_itself(arm, runs, stocks_own):
     ours = run(runs.answers(arm))
     found = differences(cold(runs.answers(COALESCED[arm])), ours.cold)
     print(f"\n{arm}, cold, against stock {rounded(found)}")
@@ -138,7 +138,7 @@ def test_answers_to_other_prompts_are_farther_off_than_that(stock, stocks_own):
     assert min(apart) > limit
 
 
-def test_flashkda_with_at_most_one_export_is_stock_to_the_last_bit(runs, stock):
+def test_flashkda_with_one_export_is_stock_to_the_last_bit(runs, stock):
     ours = run(runs.answers("flashkda"))
     check_identical([ours.cold[index] for index in ONE_STATE], [stock.cold[index] for index in ONE_STATE])
 
@@ -156,7 +156,7 @@ def test_stock_hits_its_one_state_only(stock, stock_again):
 
 
 @pytest.mark.parametrize("arm", COALESCED)
-def test_a_hit_differs_from_an_uncached_run_no_more_than_stocks_hits_do(arm, runs):
+def test_a_hit_differs_no_more_than_stocks_hits_do(arm, runs):
     ours = run(runs.answers(arm))
     print(f"\n{arm}, hits: {check_hits(ours.hits, ours.uncached, run(runs.answers(COALESCED[arm])))}")
 

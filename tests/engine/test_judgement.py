@@ -82,12 +82,12 @@ def judge_all(runs: Any) -> None:
     engine.test_stock_repeats_itself_where_attention_takes_every_token(stock, again)
     engine.test_stock_hits_its_one_state_only(stock, again)
     engine.test_answers_to_other_prompts_are_farther_off_than_that(stock, stocks_own)
-    engine.test_flashkda_with_at_most_one_export_is_stock_to_the_last_bit(runs, stock)
+    engine.test_flashkda_with_one_export_is_stock_to_the_last_bit(runs, stock)
     engine.test_a_planted_wrong_state_fails_the_test_above(runs, stock)
     for arm in engine.COALESCED:
-        engine.test_cold_prompts_differ_from_stock_no_more_than_stock_from_itself(arm, runs, stocks_own)
+        engine.test_cold_prompts_differ_no_more_than_stock_from_itself(arm, runs, stocks_own)
         engine.test_branches_hit_the_state_below_them(arm, runs)
-        engine.test_a_hit_differs_from_an_uncached_run_no_more_than_stocks_hits_do(arm, runs)
+        engine.test_a_hit_differs_no_more_than_stocks_hits_do(arm, runs)
         engine.test_the_planner_counted_its_exports(arm, runs)
 
 
@@ -109,7 +109,7 @@ def test_an_answer_after_a_hit_that_is_too_far_off_fails(arm):
 
 
 @pytest.mark.parametrize(("error", "faults"), [(EngineDeadError(), 0), (ValueError("a wrong state"), 1)])
-def test_what_stock_logs_while_a_server_ends_is_told_from_a_fault(error, faults, monkeypatch):
+def test_what_stock_logs_at_a_servers_end_is_no_fault(error, faults, monkeypatch):
     """Stock's own task that hands outputs on, told what it is told when the one that receives them is cancelled."""
     written = io.StringIO()
     monkeypatch.setattr(async_llm, "logger", logging.Logger("ending"))

@@ -109,7 +109,7 @@ def stock(layout, runs):
     return run(runs, f"stock {layout}")
 
 
-def test_cold_prompts_differ_from_stock_no_more_than_its_kernels_do(layout, runs, ours, stock):
+def test_cold_prompts_differ_no_more_than_stocks_kernels_do(layout, runs, ours, stock):
     found = differences(ours.cold, stock.cold)
     kernels = KERNELS[LAYOUTS[layout].tp]
     own = differences(runs.answers(f"triton {kernels}"), run(runs, f"stock {kernels}").cold)
@@ -118,7 +118,7 @@ def test_cold_prompts_differ_from_stock_no_more_than_its_kernels_do(layout, runs
 
 
 @pytest.mark.parametrize("ranks", KERNELS)
-def test_flashkda_with_at_most_one_export_is_stock_to_the_last_bit(ranks, runs_of):
+def test_flashkda_with_one_export_is_stock_to_the_last_bit(ranks, runs_of):
     runs, layout = runs_of(ranks), KERNELS[ranks]
     stock = run(runs, f"stock {layout}")
     check_identical(stock.rest, [stock.cold[index] for index in ONE_STATE])  # Else the next would say nothing.
@@ -132,7 +132,7 @@ def test_branches_hit_the_state_below_them(layout, ours, stock):
     assert [answer["cached"] for answer in stock.hits] == [7680] * len(STOCK_BRANCHES)
 
 
-def test_a_hit_differs_from_an_uncached_run_no_more_than_stocks_hits_do(layout, ours, stock):
+def test_a_hit_differs_no_more_than_stocks_hits_do(layout, ours, stock):
     print(f"\n{layout}, hits: {check_hits(ours.hits, ours.uncached, stock)}")
 
 

@@ -23,7 +23,7 @@ def parameter():
     return nn.Parameter(torch.zeros(2, 2))
 
 
-def test_parts_differ_and_what_is_whole_is_the_same_however_it_is_named():
+def test_parts_differ_and_wholes_are_alike_by_any_name():
     bias, shared = parameter(), layer(MergedColumnParallelLinear, weight=parameter())
     model = nn.Module()
     model.gate = layer(ReplicatedLinear, weight=parameter(), bias=bias)

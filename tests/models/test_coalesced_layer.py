@@ -326,7 +326,7 @@ def test_warm_up_exports_nothing_in_the_first_exports_shapes(layer, monkeypatch,
     assert (states == 3.0).all()
 
 
-def test_the_layer_asks_for_the_metadata_builder_that_takes_plans(layer):
+def test_the_layer_asks_for_the_builder_that_takes_plans(layer):
     assert layer.get_attn_backend() is CheckpointedGDNBackend
 
 

@@ -295,7 +295,7 @@ def test_auto_and_triton_fall_back_to_the_stock_path():
     assert isinstance(select_kda_prefill("reference", capability=None, **SELECT), ReferenceKDAPrefill)
 
 
-def test_auto_is_flashkda_where_the_native_kernel_cannot_be_built(monkeypatch, caplog):
+def test_auto_is_flashkda_where_native_cannot_be_built(monkeypatch, caplog):
     def refuse(sizes):
         raise RuntimeError("nvcc was not found")
 

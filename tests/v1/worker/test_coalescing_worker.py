@@ -63,7 +63,7 @@ def test_a_plan_for_another_step_never_reaches_the_runner(worker, monkeypatch, r
     assert not ran
 
 
-def test_exports_are_compiled_before_stock_begins_to_watch_for_compilations(worker, monkeypatch):
+def test_exports_are_compiled_before_stock_watches_compilations(worker, monkeypatch):
     when_watched = []
     monkeypatch.setattr(gpu_worker.Worker, "compile_or_warm_up_model", lambda self: when_watched.extend(self.warmed_up))
     worker.compile_or_warm_up_model()

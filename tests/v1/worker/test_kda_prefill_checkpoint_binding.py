@@ -86,7 +86,7 @@ def test_a_batch_that_names_a_request_twice_is_refused():
         bind({"long": PLAN}, request_ids=["decode", "long", "long", "short"])
 
 
-def test_a_scheduler_output_from_an_engine_without_the_gate_is_refused():
+def test_an_output_from_an_engine_without_the_gate_is_refused():
     with pytest.raises(PlanMismatchError, match="VLLM_B12X_KDA_PREFILL_COALESCING alike in every process"):
         plans_of(SchedulerOutput.make_empty())
 
