@@ -170,6 +170,6 @@ def test_the_planner_counted_its_exports(arm, runs):
     summary = run(runs.answers(arm)).summary
     assert summary["block_sizes"][:2] == [512, 512]
     assert not any(name.startswith("fallbacks") for name in summary["counts"])
-    # Cold prompts, the base and the uncached branches export all their rungs; each branch what it computes.
+    # Cold prompts, the base and the uncached branches export all they can; each branch what it computes.
     assert summary["counts"]["states"] >= 4 * (1 + len(BRANCHES))
     assert run(runs.answers(COALESCED[arm])).summary["counts"] is None

@@ -80,8 +80,8 @@ def test_the_cache_is_as_large_as_predicted(arm, runs, predicted):
 
 @pytest.mark.parametrize("arm", HITS)
 def test_branches_hit_the_states_that_were_predicted(arm, runs, predicted):
-    rungs = [0, *predicted[arm]["ladders"][8192]["positions"]]
-    assert [max(rung for rung in rungs if rung <= at) for at in BRANCHES] == HITS[arm]
+    positions = [0, *predicted[arm]["ladders"][8192]["positions"]]
+    assert [max(position for position in positions if position <= at) for at in BRANCHES] == HITS[arm]
     assert cached(runs.answers(arm)) == HITS[arm]
 
 
