@@ -21,13 +21,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_kda_prefill.planning import Arm, Engine, Layout
 
-PAGE = 16
+BLOCK = 16
 
 
 def random_layout(rng: random.Random) -> Layout:
     return Layout(
-        attention_block=PAGE,
-        mamba_block=PAGE,
+        attention_block=BLOCK,
+        mamba_block=BLOCK,
         dcp=rng.choice([1, 2, 4]),
         mtp=rng.choice([0, 3]),
         budget=rng.choice([128, 256]),
@@ -40,7 +40,7 @@ def random_layout(rng: random.Random) -> Layout:
 
 
 def longest_prompt(layout: Layout) -> int:
-    return max(40, min(400, (layout.num_blocks - 12) * PAGE * layout.dcp // 2))
+    return max(40, min(400, (layout.num_blocks - 12) * BLOCK * layout.dcp // 2))
 
 
 def steps(arm: Arm, seed: int, states: Any) -> list[tuple[dict[str, int], set[str]]]:
@@ -82,7 +82,7 @@ def test_without_sharing_every_step_is_stocks(states: Any) -> None:
 
 
 def stock_twin(scheduler: Scheduler) -> Scheduler:
-    """Stock's scheduler in the same state: pages, entries, free list, requests."""
+    """Stock's scheduler in the same state: blocks, entries, free list, requests."""
     shared = [
         scheduler.vllm_config,
         scheduler.kv_cache_config,
@@ -131,11 +131,11 @@ def _deep_recursion() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_deep_recursion")
-def test_from_the_same_state_nobody_is_worse_off_than_under_stock(states: Any) -> None:
+def test_from_the_same_state_nobody_is_worse_off_than_stock(states: Any) -> None:
     """Nobody is preempted whom stock keeps, and only a longer chunk before them makes others wait a step.
 
     A chunk that runs on where stock stops takes tokens that stock would give to the next; nobody is left out for
-    want of pages.
+    want of blocks.
     """
     longer_chunks = count = 0
     for seed in (0, 1, 2, 15, 20, 30):  # The last three preempt where spans are not checked for room.
@@ -151,14 +151,14 @@ def test_from_the_same_state_nobody_is_worse_off_than_under_stock(states: Any) -
             assert longer
             longer_chunks += 1
             if theirs.keys() - mine.keys():
-                assert layout.budget - sum(mine.values()) < PAGE
+                assert layout.budget - sum(mine.values()) < BLOCK
     assert count > 800
     assert longer_chunks > 3
 
 
 def preempted_by_a_long_prompt(arm: Arm, num_blocks: int, num_short: int) -> set[str]:
     """Who is preempted while short requests decode beside a prompt that leaves a cached one at 400 of 600 tokens."""
-    layout = Layout(attention_block=PAGE, mamba_block=PAGE, budget=128, long_prefill_threshold=96, max_model_len=1024)
+    layout = Layout(attention_block=BLOCK, mamba_block=BLOCK, budget=128, long_prefill_threshold=96, max_model_len=1024)
     engine = Engine.build(dataclasses.replace(layout, num_blocks=num_blocks), arm)
     scheduler = engine.scheduler
     pool = scheduler.kv_cache_manager.block_pool
@@ -183,7 +183,7 @@ def preempted_by_a_long_prompt(arm: Arm, num_blocks: int, num_short: int) -> set
 
 @pytest.mark.parametrize("num_short", [2, 4])
 def test_decoding_requests_keep_the_pages_they_grow_into(num_short: int) -> None:
-    """A span that runs on holds its pages a step earlier; whoever decodes meanwhile still finds the next one."""
+    """A span that runs on holds its blocks a step earlier; whoever decodes meanwhile still finds the next one."""
     for num_blocks in range(46, 62):
         stock, ours = (preempted_by_a_long_prompt(arm, num_blocks, num_short) for arm in ("stock", "coalesced"))
         assert ours <= stock, num_blocks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rungs are worth their pages: cached tokens of conversations that extend and branch, against stock's."""
+"""Checkpoints are worth their blocks: cached tokens of conversations that extend and branch, against stock's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.v1.core.tiered_free_queue import TieredFreeQueue
 from vllm_kda_prefill.planning import Arm, Engine, Layout
 
 BLOCK = 16
-"""Tokens of a page here: everything scales with it, and short prompts hash fast."""
+"""Tokens of a block here: everything scales with it, and short prompts hash fast."""
 
 
 def conversations(seed: int, branching: float, turns: int = 150, speakers: int = 8) -> Iterator[tuple[int, list[int]]]:
@@ -23,8 +23,8 @@ def conversations(seed: int, branching: float, turns: int = 150, speakers: int =
     """
     rng = random.Random(seed)
 
-    def words(pages: int) -> list[int]:
-        return [rng.randrange(30_000) for _ in range(rng.randint(BLOCK, pages * BLOCK))]
+    def words(blocks: int) -> list[int]:
+        return [rng.randrange(30_000) for _ in range(rng.randint(BLOCK, blocks * BLOCK))]
 
     system = words(8)
     history = [system + words(30) for _ in range(speakers)]
@@ -78,7 +78,7 @@ def test_cached_tokens_are_not_below_stocks(blocks: int, dcp: int, mtp: int) -> 
 
 @pytest.mark.parametrize("branching", [0.0, 0.35, 0.7])
 def test_turns_at_once_lose_next_to_nothing_in_a_tight_pool(branching: float) -> None:
-    """Spans past stock's stops take pages early: only where every other request has room as well.
+    """Spans past stock's stops take blocks early: only where every other request has room as well.
 
     Of many traces: single misses throw a pool for two requests about, by 10 % of a trace either way.
     """

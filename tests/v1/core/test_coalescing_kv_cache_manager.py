@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grants: which pages an export gets, and that a lookup finds what was retained."""
+"""Grants: which blocks an export gets, and that a lookup finds what was retained."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class TestReach:
     @pytest.mark.parametrize("dcp", [1, 2, 4])
     @pytest.mark.parametrize("mtp, drop", [(0, False), (3, False), (3, True)])
     def test_the_grid_knows_what_a_lookup_can_reach(self, dcp: int, mtp: int, drop: bool, policy: Any) -> None:
-        """With a state at every page, the hits of all branches are exactly the reachable positions."""
+        """With a state at every block, the hits of all branches are exactly the reachable positions."""
         prompt = 600
         layout = Layout(
             attention_block=BLOCK, mamba_block=BLOCK, dcp=dcp, mtp=mtp, block_drop=drop, budget=BLOCK, max_seqs=4,
@@ -101,7 +101,7 @@ class TestGrant:
         return engine, engine.scheduler.kv_cache_manager
 
     def fill(self, engine: Engine) -> None:
-        """Leave no page without a protected entry."""
+        """Leave no block without a protected entry."""
         pool = engine.scheduler.kv_cache_manager.block_pool
         blocks = pool.get_new_blocks(pool.get_num_free_blocks())
         for block in blocks:
@@ -140,9 +140,9 @@ class TestGrant:
         engine, manager = self.engine()
         request = engine.add("a", words(300))
         lost = [manager.block_pool._get_partial_block_hash(request, position) for position in (96, 240)]
-        pages = manager.block_pool.get_new_blocks(manager.block_pool.get_num_free_blocks())
+        taken = manager.block_pool.get_new_blocks(manager.block_pool.get_num_free_blocks())
         assert manager.grant(request, [WantedState(96, protected=False)]) == ({}, [])
-        manager.block_pool.free_blocks(pages)
+        manager.block_pool.free_blocks(taken)
         self.fill(engine)
         assert manager.grant(request, [WantedState(240, protected=False)]) == ({}, [])
         assert [manager.eviction.quota.was_probationary(name) for name in lost] == [False, True]
@@ -154,7 +154,7 @@ class TestGrant:
         pool.evict_blocks({block.block_id for block in manager.eviction.queue.get_all_free_blocks()[:5]})
         request = engine.add("a", words(300))
         granted, blocks = manager.grant(request, engine.scheduler.retention.wanted(300, 0, 300)[1:])
-        assert {position: sorted(pages) for position, pages in granted.items()} == {272: [1, 2, 3]}
+        assert {position: sorted(block_ids) for position, block_ids in granted.items()} == {272: [1, 2, 3]}
         assert len(blocks) == 3
 
     def test_an_older_checkpoint_makes_way_for_a_newer_one(self) -> None:
@@ -185,16 +185,16 @@ class TestGrant:
             engine.add(name, words(128, first))
         plans = engine.scheduler.schedule().kda_prefill_plans
         assert plans.keys() == {"a", "b"}
-        pages = [page for plan in plans.values() for page in plan.block_ids[1]]
-        assert len(set(pages)) == len(pages)
+        block_ids = [block_id for plan in plans.values() for block_id in plan.block_ids[1]]
+        assert len(set(block_ids)) == len(block_ids)
 
     def test_an_export_holds_no_block_after_the_step(self) -> None:
         engine, manager = self.engine(100)
         engine.add("a", words(256), max_tokens=5)
         output = engine.step()
-        for page in output.kda_prefill_plans["a"].block_ids[1][:-1]:
-            assert manager.block_pool.blocks[page].ref_cnt == 0
-            assert manager.block_pool.blocks[page].block_hash is not None
+        for block_id in output.kda_prefill_plans["a"].block_ids[1][:-1]:
+            assert manager.block_pool.blocks[block_id].ref_cnt == 0
+            assert manager.block_pool.blocks[block_id].block_hash is not None
 
     def test_exports_are_as_recent_as_their_request(self) -> None:
         """Entries that were freed while the request ran are evicted before its states."""
@@ -205,7 +205,9 @@ class TestGrant:
         pool.evict_blocks({block.block_id for block in cached if get_group_id(block.block_hash) == 1})
         engine.add("b", tokens[:100] + words(150, 50_000), max_tokens=3)
         plan = engine.step().kda_prefill_plans["b"]
-        (junction,) = (page for position, page in zip(plan.positions, plan.block_ids[1], strict=True) if position == 96)
+        (junction,) = (
+            block_id for position, block_id in zip(plan.positions, plan.block_ids[1], strict=True) if position == 96
+        )
         while engine.scheduler.requests:
             engine.step()
         assert manager.eviction.queue.get_all_free_blocks()[-1].block_id == junction

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults of stock vLLM 0.33.0, each in its smallest case: stock has it, the coalescing scheduler has not.
 
-The label-checking worker of conftest.py raises where a request reads, or the prefix cache promises, something that
+The label-checking worker of shadow_worker.py raises where a request reads, or the prefix cache promises, something that
 was never computed. docs/upstream.md tells both in plain words.
 """
 
@@ -43,7 +43,7 @@ def copy_of_an_unwritten_block(arm: Arm, states: Any) -> list[dict[str, int]]:
 
 
 def preemption_inside_a_step(arm: Arm, states: Any) -> list[dict[str, int]]:
-    """An urgent request needs a page right after a chunk was allocated to the request that has to give way."""
+    """An urgent request needs a block right after a chunk was allocated to the request that has to give way."""
     layout = Layout(budget=2048, long_prefill_threshold=512, num_blocks=14, scheduling="priority")
     worker = states.ShadowWorker(Engine.build(layout, arm))
     worker.add("victim", words(5000), priority=5)
@@ -60,7 +60,7 @@ def preemption_inside_a_step(arm: Arm, states: Any) -> list[dict[str, int]]:
 
 class TestCopyOfAnUnwrittenBlock:
     def test_stock_copies_it(self, states: Any) -> None:
-        with pytest.raises(states.Fault, match=r"c attends to token 2048 in page .*: not its KV"):
+        with pytest.raises(states.Fault, match=r"c attends to token 2048 in block .*: not its KV"):
             copy_of_an_unwritten_block("stock", states)
 
     @pytest.mark.parametrize(("cap", "most"), [(4000, 4000), (None, 4199)])
@@ -133,8 +133,8 @@ class TestPreemptionInsideAStep:
         assert max(cached) == computed
 
 
-class TestPageInsideHit:
-    """A third one, where a Mamba page is wider than a hash block: a hit inside the page, then a long tail."""
+class TestHitInsideABlock:
+    """A third one, where a Mamba block is wider than a hash block: a hit inside the block, then a long tail."""
 
     def run(self, worker: Any) -> list[dict[str, int]]:
         worker.add("a", words(600))
@@ -153,14 +153,14 @@ class TestPageInsideHit:
         worker = states.ShadowWorker(Engine.build(self.layout))
         assert self.run(worker) == [{"b": 512}, {"b": 4576}]
 
-    def test_stock_publishes_the_state_it_resumed_from_as_the_pages_end(self, states: Any) -> None:
+    def test_stock_publishes_the_resumed_state_as_the_blocks_end(self, states: Any) -> None:
         worker = states.ShadowWorker(Engine.build(self.layout, "stock"))
         with pytest.raises(states.Fault, match="is cached as the state after 1024 tokens; it is not"):
             self.run(worker)
 
 
-class TestWideAttentionPages:
-    """Attention pages wider than recurrent ones, which no model of vLLM 0.33.0 asks for."""
+class TestWideAttentionBlocks:
+    """Attention blocks wider than Mamba blocks, which no model of vLLM 0.33.0 asks for."""
 
     layout = Layout(attention_block=32, mamba_block=16, mtp=3, budget=256, num_blocks=60, max_model_len=1024)
 

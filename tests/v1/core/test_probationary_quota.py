@@ -82,7 +82,7 @@ def test_ghosts_forget_the_oldest():
     assert name(1) not in ghosts
 
 
-def test_protected_entries_are_remembered_as_long_as_stock_has_them(quota):
+def test_protected_entries_are_remembered_as_long_as_by_stock(quota):
     """Probationary states hold 200 blocks: 200 evictions ago stock's cache would have had that entry still."""
     keys = [make_block_hash_with_group_id(name(number), 0) for number in range(300)]
     for key in keys:

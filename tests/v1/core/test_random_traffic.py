@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random traffic over small pools: nothing ever reads, keeps or promises a state that was not computed.
 
-`ShadowWorker` (conftest.py) checks after every step: what each row reads and attends to, that no page has two writers,
-that worker and scheduler agree on block tables, reference counts, free lists and tiers, and that every entry of the
-prefix cache leads to what its hash promises.
+`ShadowWorker` (shadow_worker.py) checks after every step: what each row reads and attends to, that no block has two
+writers, that worker and scheduler agree on block tables, reference counts, free lists and tiers, and that every entry
+of the prefix cache leads to what its hash promises.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from vllm.v1.request import RequestStatus
 from vllm_kda_prefill.planning import Engine, Layout
 
 SIZES = [(16, 16), (16, 16), (16, 32), (32, 16), (16, 64)]
-"""Attention and Mamba pages; small, for everything scales with them."""
+"""Attention and Mamba blocks; small, for everything scales with them."""
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
     attention, mamba = draw(st.sampled_from(SIZES))
-    # Attention pages wider than recurrent ones are refused on one rank.
+    # Attention blocks wider than Mamba blocks are refused on one rank.
     dcp = draw(st.sampled_from([1, 2, 4] if attention <= mamba else [2, 4]))
     mtp = draw(st.sampled_from([0, 3]))
     scheduler_block = max(attention * dcp, mamba)
@@ -94,7 +94,7 @@ def test_random_traffic_corrupts_nothing(
 
 
 def free_exports_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Each request's export pages go back before the next request of the step takes its own."""
+    """Each request's export blocks go back before the next request of the step takes its own."""
     grant = CoalescingKVCacheManager.grant
 
     def eager(manager: CoalescingKVCacheManager, *args: Any) -> tuple[Any, list[KVCacheBlock]]:

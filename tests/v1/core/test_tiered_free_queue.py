@@ -217,32 +217,32 @@ def test_any_sequence_keeps_counts_and_order(actions: list[tuple[str, int]]) -> 
             held.append(block.block_id)
             marked.discard(block.block_id)
         elif action in ("free", "cache", "second") and held:
-            page = held[number % len(held)]
-            block = pool.blocks[page]
+            block_id = held[number % len(held)]
+            block = pool.blocks[block_id]
             if action == "free":
-                held.remove(page)
+                held.remove(block_id)
                 pool.free_blocks([block])
                 if block.block_hash is None:
-                    empty.insert(0, page)
-                    marked.discard(page)
+                    empty.insert(0, block_id)
+                    marked.discard(block_id)
                 else:
-                    (second if page in marked else first).append(page)
+                    (second if block_id in marked else first).append(block_id)
             elif block.block_hash is None:
                 cache(pool, block, 1000 + key)
                 if action == "second":
                     queue.mark_probationary(block)
-                    marked.add(page)
+                    marked.add(block_id)
         elif action in ("hit", "refresh") and second + first:
-            page = (second + first)[number % len(second + first)]
-            tier = second if page in second else first
-            tier.remove(page)
+            block_id = (second + first)[number % len(second + first)]
+            tier = second if block_id in second else first
+            tier.remove(block_id)
             if action == "hit":
-                pool.touch([pool.blocks[page]])
-                marked.discard(page)
-                held.append(page)
+                pool.touch([pool.blocks[block_id]])
+                marked.discard(block_id)
+                held.append(block_id)
             else:
-                queue.refresh(pool.blocks[page])
-                tier.append(page)
+                queue.refresh(pool.blocks[block_id])
+                tier.append(block_id)
         elif action == "evict" and second + first:
             pool.evict_blocks({(second + first)[number % len(second + first)]})
         assert [block.block_id for block in queue.get_all_free_blocks()] == empty + second + first
