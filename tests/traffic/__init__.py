@@ -9,7 +9,7 @@
 | `suite.py` | how much of it `make test` runs |
 | `soak.py`, `mutants.py` | random seeds for as long as wanted; planted faults that the suite must find |
 
-Most machines work at a sixteenth of the real sizes: recurrent pages of 32 tokens, steps of 64 to 1,024, prompts of
+Most machines work at a sixteenth of the real sizes: Mamba blocks of 32 tokens, steps of 64 to 1,024, prompts of
 1,280 that conversations extend up to what the pool holds. `TrueSizeTraffic` runs fewer engines at the real sizes.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold of the block pool, the block tables and the pages' contents, whatever the traffic."""
+"""What must hold of the block pool, the block tables and the blocks' contents, whatever the traffic."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NamedPrefix:
 
 
 Entry = tuple[int, int, NamedPrefix]
-"""KV cache group, page and the prefix whose content the prefix cache would serve from it."""
+"""KV cache group, block id and the prefix whose content the prefix cache would serve from it."""
 
 
 def cache_entries(scheduler: Scheduler, names: Mapping[bytes, NamedPrefix]) -> list[Entry]:
@@ -40,44 +40,46 @@ def cache_entries(scheduler: Scheduler, names: Mapping[bytes, NamedPrefix]) -> l
 
 
 def check_contents(worker: ToyWorker, entries: list[Entry]) -> None:
-    """Every page that the prefix cache would serve holds what its hash names."""
-    pages, size = worker.blocks, worker.blocks.attention_block
-    for group, page, named in entries:
+    """Every block that the prefix cache would serve holds what its hash names."""
+    blocks, size = worker.blocks, worker.blocks.attention_block
+    for group, block_id, named in entries:
         end = named.tokens
         if group == worker.attention_group:
             first = (end - 1) // size * size
-            held, expected = pages.row_shadow[page, : end - first], named.prefixes[first + 1 : end + 1]
+            held, expected = blocks.row_shadow[block_id, : end - first], named.prefixes[first + 1 : end + 1]
         else:
-            held = np.append(pages.window_shadow[page, :WINDOW], pages.state_shadow[page])
+            held = np.append(blocks.window_shadow[block_id, :WINDOW], blocks.state_shadow[block_id])
             expected = named.prefixes[[end - 2, end - 1, end, end]]
-        assert pages.group[page] == group, (
-            f"page {page} is cached in group {group} and was written by {pages.group[page]}"
+        assert blocks.group[block_id] == group, (
+            f"block {block_id} is cached in group {group} and was written by {blocks.group[block_id]}"
         )
-        assert np.array_equal(held, expected), f"page {page} of group {group} is not the prefix of {end} tokens"
+        assert np.array_equal(held, expected), f"block {block_id} of group {group} is not the prefix of {end} tokens"
 
 
 def check_ownership(scheduler: Scheduler) -> None:
-    """Reference counts are the columns that name a page; shared pages are cached; free pages are in no column."""
+    """Reference counts are the columns that name a block; shared blocks are cached; free blocks are in no column."""
     manager = scheduler.kv_cache_manager
     columns: Counter[int] = Counter()
     for single_type in manager.coordinator.single_type_managers:
         for request_id, blocks in single_type.req_to_blocks.items():
             own = [block.block_id for block in blocks if not block.is_null]
-            assert len(own) == len(set(own)), f"request {request_id} has a page in two columns"
+            assert len(own) == len(set(own)), f"request {request_id} has a block in two columns"
             columns.update(own)
     free = {block.block_id for block in manager.block_pool.free_block_queue.get_all_free_blocks()}
     assert manager.block_pool.free_block_queue.num_free_blocks == len(free)
     for block in manager.block_pool.blocks:
         if block.is_null:
             continue
-        page = block.block_id
-        assert block.ref_cnt == columns[page], f"page {page}: {block.ref_cnt} references, {columns[page]} columns"
-        assert (block.ref_cnt == 0) == (page in free), f"page {page} is in use and free, or neither"
-        assert columns[page] < 2 or block.block_hash is not None, f"page {page} is shared and not cached"
+        block_id = block.block_id
+        assert block.ref_cnt == columns[block_id], (
+            f"block {block_id}: {block.ref_cnt} references, {columns[block_id]} columns"
+        )
+        assert (block.ref_cnt == 0) == (block_id in free), f"block {block_id} is in use and free, or neither"
+        assert columns[block_id] < 2 or block.block_hash is not None, f"block {block_id} is shared and not cached"
 
 
 def check_tables(scheduler: Scheduler, worker: ToyWorker) -> None:
-    """Wherever the allocator names a page, the worker's append-only table names the same one."""
+    """Wherever the allocator names a block, the worker's append-only table names the same one."""
     for single_type in scheduler.kv_cache_manager.coordinator.single_type_managers:
         group = single_type.kv_cache_group_id
         for request_id, request in worker.requests.items():
@@ -85,13 +87,13 @@ def check_tables(scheduler: Scheduler, worker: ToyWorker) -> None:
             for column, block in enumerate(single_type.req_to_blocks.get(request_id, ())):
                 if not block.is_null:
                     assert table[column] == block.block_id, (
-                        f"request {request_id}, group {group}, column {column}: the worker has page "
+                        f"request {request_id}, group {group}, column {column}: the worker has block "
                         f"{table[column]}, the allocator {block.block_id}"
                     )
 
 
 def check_nothing_leaked(scheduler: Scheduler) -> None:
-    """Without requests every page is free and no manager remembers one."""
+    """Without requests every block is free and no manager remembers one."""
     manager = scheduler.kv_cache_manager
     pool = manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1

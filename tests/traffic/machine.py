@@ -21,9 +21,9 @@ LONGEST_TRUE = 40_000
 
 @st.composite
 def layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
-    """Engines with recurrent pages of 32 tokens: everything is a sixteenth of its real size.
+    """Engines with Mamba blocks of 32 tokens: everything is a sixteenth of its real size.
 
-    Attention pages wider than these are refused on one rank.
+    Attention blocks wider than these are refused on one rank.
     """
     mtp = draw(st.sampled_from((0, 3)))
     attention = draw(st.sampled_from(attention_blocks))
@@ -48,7 +48,7 @@ def layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
 
 @st.composite
 def crowded_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
-    """Engines where two requests fight for pages, in short chunks and by priority."""
+    """Engines where two requests fight for blocks, in short chunks and by priority."""
     return Layout(
         attention_block=PAGE,
         mamba_block=PAGE,
@@ -78,7 +78,7 @@ def wide_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
 
 @st.composite
 def fine_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
-    """Engines with two attention pages a recurrent page, where chunks and hits may end inside the latter."""
+    """Engines with two attention blocks a Mamba block, where chunks and hits may end inside the latter."""
     return Layout(
         attention_block=PAGE // 2,
         mamba_block=PAGE,
@@ -112,7 +112,7 @@ def true_size_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layou
 
 
 def scaled(low: int, high: int) -> st.SearchStrategy[int]:
-    """Tokens up to `high`, or as many more as the machine's pages are larger than 32 tokens."""
+    """Tokens up to `high`, or as many more as the machine's blocks are larger than 32 tokens."""
     return st.runner().flatmap(lambda machine: st.integers(low, high * machine.page // PAGE))
 
 
@@ -176,7 +176,7 @@ class Traffic(RuleBasedStateMachine):
     @has_texts
     @rule(place=places, at=places, off=st.integers(-1, 4), added=lengths, outputs=outputs, priority=priorities)
     def branch(self, place: int, at: int, off: int, added: int, outputs: int, priority: int) -> None:
-        """Leave a known text near a page boundary or anywhere."""
+        """Leave a known text near a block boundary or anywhere."""
         text = self._known(place)
         leave = at % len(text) + 1
         if at % 3:
@@ -243,13 +243,13 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(attention=st.booleans())
     def evict(self, attention: bool) -> None:
-        """One kind of page lives longer than the other."""
+        """One kind of block lives longer than the other."""
         self.world.evict(attention)
 
     @has_texts
     @rule(place=places, shared=scaled(0, 300), added=scaled(1, 100))
     def go_on_without_attention(self, place: int, shared: int, added: int) -> None:
-        """A known text's attention pages are gone, its states are not, and several prompts go on from it."""
+        """A known text's attention blocks are gone, its states are not, and several prompts go on from it."""
         self.world.drain()
         self.world.evict(attention=True)
         self.burst(place, 2, shared, added)
@@ -280,7 +280,7 @@ class StockTraffic(Traffic):
     """The same traffic on stock's scheduler."""
 
     arm = "stock"
-    # Stock's pages are equally long: it lengthens the attention page until it is as large as a state.
+    # Stock's blocks are equally long: it lengthens the attention block until it is as large as a state.
     attention_blocks = (PAGE,)
 
 
@@ -297,13 +297,13 @@ class WideTraffic(Traffic):
 
 
 class FineTraffic(Traffic):
-    """Traffic on recurrent pages that are wider than the others."""
+    """Traffic on Mamba blocks that are wider than the others."""
 
     engines = staticmethod(fine_layouts)
 
     @rule(pages=st.integers(1, 6), added=st.integers(1, 400))
     def go_on_inside_a_page(self, pages: int, added: int) -> None:
-        """A prompt that ends inside a recurrent page, and one that goes on from there."""
+        """A prompt that ends inside a Mamba block, and one that goes on from there."""
         text = self.world.words(pages * PAGE + PAGE // 2 + 5)
         self.world.drain()
         self.world.arrive(text)
@@ -312,7 +312,7 @@ class FineTraffic(Traffic):
 
 
 class TrueSizeTraffic(Traffic):
-    """Traffic at the real sizes: pages of 512 tokens, steps of 8,192, prompts of up to 40,000."""
+    """Traffic at the real sizes: blocks of 512 tokens, steps of 8,192, prompts of up to 40,000."""
 
     engines = staticmethod(true_size_layouts)
     page = TRUE_PAGE

@@ -59,7 +59,7 @@ def around(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
 
 
 def replan(change: Callable[[Any], Any]) -> Plant:
-    """Change each bound plan behind the scheduler's back."""
+    """Change each plan behind the scheduler's back."""
 
     def bind(original: Any, scheduler: Any, *args: Any) -> Any:
         plan = original(scheduler, *args)
@@ -69,12 +69,12 @@ def replan(change: Callable[[Any], Any]) -> Plant:
 
 
 def first_only(plan: Any) -> Any:
-    pages = {group: own[:1] for group, own in plan.block_ids.items()}
-    return dataclasses.replace(plan, positions=plan.positions[:1], block_ids=pages)
+    block_ids = {group: own[:1] for group, own in plan.block_ids.items()}
+    return dataclasses.replace(plan, positions=plan.positions[:1], block_ids=block_ids)
 
 
 def earlier(plan: Any) -> Any:
-    """Every state one chunk too early."""
+    """Every state 16 tokens too early."""
     positions = tuple(position - 16 for position in plan.positions)
     return plan if positions[0] <= plan.start else dataclasses.replace(plan, positions=positions)
 
@@ -114,71 +114,73 @@ def first_groups_rows() -> Iterator[None]:
         yield
 
 
-def shifted(original: Any, worker: Any, group: int, page: int, after: int, state: Any, history: Any, ends: Any) -> None:
+def shifted(
+    original: Any, worker: Any, group: int, block_id: int, after: int, state: Any, history: Any, ends: Any
+) -> None:
     """Exports take the raw rows one token too early."""
-    original(worker, group, page, after, state, history, ends)
+    original(worker, group, block_id, after, state, history, ends)
     if after > 3:
         rows, prefixes = history[after - 1 : after + 2], ends[after - 1 : after + 2]
-        worker.blocks.write_window(group, page, rows, prefixes)
+        worker.blocks.write_window(group, block_id, rows, prefixes)
 
 
-def running_page(original: Any, manager: Any, request: Any, wanted: Any) -> Any:
-    """An export into the page of the request's own running state."""
+def running_block(original: Any, manager: Any, request: Any, wanted: Any) -> Any:
+    """An export into the block of the request's own running state."""
     granted, blocks = original(manager, request, wanted)
-    for position, pages in granted.items():
+    for position, block_ids in granted.items():
         for mamba in manager.groups.mamba:
             own = [block for block in mamba.req_to_blocks[request.request_id] if not block.is_null]
-            granted[position] = pages | {mamba.kv_cache_group_id: own[-1].block_id}
+            granted[position] = block_ids | {mamba.kv_cache_group_id: own[-1].block_id}
         break
     return granted, blocks
 
 
-def speculative_page(original: Any, manager: Any, request: Any, wanted: Any) -> Any:
-    """An export into a page that the request's drafts will write."""
+def speculative_block(original: Any, manager: Any, request: Any, wanted: Any) -> Any:
+    """An export into a block that the request's drafts will write."""
     granted, blocks = original(manager, request, wanted)
-    for position, pages in granted.items():
+    for position, block_ids in granted.items():
         for mamba in manager.groups.mamba:
             if mamba.num_speculative_blocks:
                 own = mamba.req_to_blocks[request.request_id][-1]
-                granted[position] = pages | {mamba.kv_cache_group_id: own.block_id}
+                granted[position] = block_ids | {mamba.kv_cache_group_id: own.block_id}
         break
     return granted, blocks
 
 
 def next_column(original: Any, manager: Any, request: Any) -> Any:
-    """Stock's checkpoint in the page of the next column."""
+    """Stock's checkpoint in the block of the next column."""
     found = original(manager, request)
     if found is None:
         return None
-    pages = {}
+    block_ids = {}
     for mamba in manager.groups.mamba:
         column = mamba._checkpoints[request.request_id][1] + 1
-        pages[mamba.kv_cache_group_id] = mamba.req_to_blocks[request.request_id][column].block_id
-    return found[0], pages
+        block_ids[mamba.kv_cache_group_id] = mamba.req_to_blocks[request.request_id][column].block_id
+    return found[0], block_ids
 
 
-def source_page(original: Any, manager: Any, request: Any, wanted: Any) -> Any:
-    """An export into the page with the state that the query resumes from."""
+def source_block(original: Any, manager: Any, request: Any, wanted: Any) -> Any:
+    """An export into the block with the state that the query resumes from."""
     granted, blocks = original(manager, request, wanted)
-    for position, pages in granted.items():
+    for position, block_ids in granted.items():
         for mamba in manager.groups.mamba:
             column = (request.num_computed_tokens - 1) // mamba.block_size
             block = mamba.req_to_blocks[request.request_id][column]
             if column >= 0 and not block.is_null:
-                granted[position] = pages | {mamba.kv_cache_group_id: block.block_id}
+                granted[position] = block_ids | {mamba.kv_cache_group_id: block.block_id}
         break
     return granted, blocks
 
 
 def draft_shifted(original: Any, migration: Any, request: Any, source: int, shift: int, column: int) -> None:
     """The state after the accepted drafts with the window of one draft less."""
-    pages = migration.blocks
+    blocks = migration.blocks
     own = [request.tables[group] for group in migration.groups]
-    windows = [(pages.windows[t[source]].clone(), pages.window_shadow[t[source]].copy()) for t in own]
+    windows = [(blocks.windows[t[source]].clone(), blocks.window_shadow[t[source]].copy()) for t in own]
     original(migration, request, source, shift, column)
     if shift:
         for group, table, (rows, shadow) in zip(migration.groups, own, windows, strict=True):
-            pages.write_window(group, table[column], rows[shift - 1 :], shadow[shift - 1 :])
+            blocks.write_window(group, table[column], rows[shift - 1 :], shadow[shift - 1 :])
 
 
 def padded(original: Any, scheduler: Any, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> int:
@@ -188,8 +190,8 @@ def padded(original: Any, scheduler: Any, request: Any, num_new_tokens: int, *ar
     return original(scheduler, request, num_new_tokens, *args, **kwargs)
 
 
-def past_its_page(original: Any, scheduler: Any, request: Any, tokens: int, hit: int = 0, external: int = 0) -> int:
-    """A chunk that starts inside a page ends where stock's does."""
+def past_its_block(original: Any, scheduler: Any, request: Any, tokens: int, hit: int = 0, external: int = 0) -> int:
+    """A chunk that starts inside a block ends where stock's does."""
     if (request.num_computed_tokens + hit + external) % scheduler.retention.grid.mamba_block:
         return Scheduler._mamba_block_aligned_split(scheduler, request, tokens, hit, external)
     return original(scheduler, request, tokens, hit, external)
@@ -221,21 +223,21 @@ MUTANTS: dict[str, Plant] = {
     "state named after the boundary before": around(CoalescingKVCacheManager, "_publish", next_name),
     "hash published, plan dropped": replan(lambda plan: None),
     "deeper states of a plan not written": replan(first_only),
-    "states exported one chunk early": replan(earlier),
-    "pages of a plan in reverse order": replan(
+    "states exported 16 tokens early": replan(earlier),
+    "blocks of a plan in reverse order": replan(
         lambda plan: dataclasses.replace(plan, block_ids={g: own[::-1] for g, own in plan.block_ids.items()})
     ),
     "plan bound to another span": replan(lambda plan: dataclasses.replace(plan, end=plan.end + 1)),
     "stale plan in the next step": around(CoalescingScheduler, "_update_after_schedule", stale),
     "rows of two requests swapped": rolled_rows,
-    "second group writes the first group's pages": first_groups_rows,
-    "export into the running state's page": around(CoalescingKVCacheManager, "grant", running_page),
-    "export into a speculative page": around(CoalescingKVCacheManager, "grant", speculative_page),
-    "checkpoint in the next page column": around(CoalescingKVCacheManager, "stock_checkpoint", next_column),
-    "export into the page the query resumes from": around(CoalescingKVCacheManager, "grant", source_page),
-    "export's page never freed": around(CoalescingScheduler, "_free_cow_retained_blocks", nothing),
-    "export's page freed twice": around(CoalescingScheduler, "_free_cow_retained_blocks", free_twice),
-    "page taken by a hit stays in the free list": around(TieredFreeQueue, "remove", nothing),
+    "second group writes the first group's blocks": first_groups_rows,
+    "export into the running state's block": around(CoalescingKVCacheManager, "grant", running_block),
+    "export into a speculative block": around(CoalescingKVCacheManager, "grant", speculative_block),
+    "checkpoint in the next block column": around(CoalescingKVCacheManager, "stock_checkpoint", next_column),
+    "export into the block the query resumes from": around(CoalescingKVCacheManager, "grant", source_block),
+    "export's block never freed": around(CoalescingScheduler, "_free_cow_retained_blocks", nothing),
+    "export's block freed twice": around(CoalescingScheduler, "_free_cow_retained_blocks", free_twice),
+    "block taken by a hit stays in the free list": around(TieredFreeQueue, "remove", nothing),
     "preemption keeps unwritten entries": around(stock_guards, "withdraw_unwritten", nothing),
     "unwritten block copied for a hit": around(stock_guards, "copies_unwritten_block", lambda *args: False),
     "convolution window one token early": around(ToyWorker, "_export", shifted),
@@ -244,14 +246,14 @@ MUTANTS: dict[str, Plant] = {
     "state resumed before the last accepted draft": around(Migration, "before", too_early),
     "boundary state not saved after drafts": around(Migration, "after", nothing),
     "one-token prompt padded with drafts": around(CoalescingScheduler, "_mamba_block_aligned_split", padded),
-    "chunk inside a page runs past its end": around(CoalescingScheduler, "_mamba_block_aligned_split", past_its_page),
+    "chunk inside a block runs past its end": around(CoalescingScheduler, "_mamba_block_aligned_split", past_its_block),
     "shared-prefix junction forgotten": around(Retention, "junction", lambda *args: 0),
-    "rungs of the ladder forgotten": around(Retention, "checkpoint_positions", lambda *args: ()),
+    "checkpoints of the ladder forgotten": around(Retention, "checkpoint_positions", lambda *args: ()),
 }
 
 
 def check_reuse() -> None:
-    """Nothing is missing either: a prompt's rungs and a junction are there for whoever leaves it."""
+    """Nothing is missing either: a prompt's checkpoints and a junction are there for whoever leaves it."""
     world = World(Setting(Layout(attention_block=PAGE, mamba_block=PAGE, budget=1024, max_model_len=4096)))
     prompt = world.words(512)
     world.arrive(prompt)

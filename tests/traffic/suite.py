@@ -16,7 +16,7 @@ def run(machine: type[Traffic], examples: int, first_seed: int = SEED, steps: in
     """Run `examples` engines of at most `steps` rules each.
 
     Raises:
-        AssertionError: Something wrong was kept, read or sampled, or a page was lost.
+        AssertionError: Something wrong was kept, read or sampled, or a block was lost.
     """
     budget = settings(
         max_examples=examples,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real sizes: recurrent pages of 512 tokens, steps of 8,192, prompts of up to 40,000."""
+"""The real sizes: Mamba blocks of 512 tokens, steps of 8,192, prompts of up to 40,000."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_nothing_wrong_is_ever_served():
 
 
 @pytest.mark.parametrize(("dcp", "asynchronous", "resumed"), [(1, True, 32_256), (2, False, 31_744), (4, True, 30_720)])
-def test_whoever_leaves_40000_tokens_resumes_at_a_rung(dcp, asynchronous, resumed):
+def test_whoever_leaves_40000_tokens_resumes_at_a_checkpoint(dcp, asynchronous, resumed):
     layout = Layout(TRUE_PAGE, TRUE_PAGE, dcp=dcp, mtp=3, num_blocks=200, mamba_groups=2, max_model_len=65536)
     world = World(Setting(layout, asynchronous=asynchronous))
     prompt = world.words(LONGEST_TRUE)

@@ -127,9 +127,9 @@ class World:
         self._learn_names()
         pool = self.scheduler.kv_cache_manager.block_pool
         lost = {
-            page
-            for group, page, _ in cache_entries(self.scheduler, self._names)
-            if (group == self.server.worker.attention_group) == attention and pool.blocks[page].ref_cnt == 0
+            block_id
+            for group, block_id, _ in cache_entries(self.scheduler, self._names)
+            if (group == self.server.worker.attention_group) == attention and pool.blocks[block_id].ref_cnt == 0
         }
         pool.evict_blocks(lost)
         self.counts["evictions forced"] += len(lost)
@@ -200,7 +200,7 @@ class World:
     # Bookkeeping and checks.
 
     def _count_evictions(self) -> None:
-        """Count the pages that are taken from the free list while they hold a cached entry."""
+        """Count the blocks that are taken from the free list while they hold a cached entry."""
         queue = self.scheduler.kv_cache_manager.block_pool.free_block_queue
         take = queue.popleft_n
 
