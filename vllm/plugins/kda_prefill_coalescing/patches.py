@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm.plugins.kda_prefill_coalescing import block_layout, config_check, settings
+from vllm.plugins.kda_prefill_coalescing import block_layout, config_check, index_rows, settings
 from vllm.plugins.kda_prefill_coalescing.upstream_sources import check_upstream
 
 if TYPE_CHECKING:
@@ -107,6 +107,21 @@ PATCHES = (
         },
         bind=block_layout.rebind,
         always=True,
+    ),
+    Patch(
+        name="index rows",
+        how="rebinds vllm.utils.deep_gemm.get_paged_mqa_page_sizes, and its name in the indexer's module",
+        why="blocks of 512 tokens on SM12x, 32 rows of the pooled index: the DeepGEMM in the wheel reads tiles of 32 "
+        "there too, and stock lists 64 alone",
+        goes_when="vLLM lists 32 rows on SM12x",
+        upstream={
+            "vllm.utils.deep_gemm:get_paged_mqa_page_sizes": "0963e89e0c33dcd4",
+            "vllm.utils.deep_gemm:_import_deep_gemm": "78805dc9c797a18c",
+            "vllm.v1.attention.backends.mla.indexer:Glm5NextIndexerBackend": "b37ed55aa48ad1a4",
+            "vllm/third_party/deep_gemm/include/deep_gemm/impls/sm120_fp8_paged_mqa_logits.cuh": "bbf7f7fb397adaa5",
+            "vllm/third_party/deep_gemm/include/deep_gemm/scheduler/sm120_paged_mqa_logits.cuh": "6d11444e533a7ade",
+        },
+        bind=index_rows.rebind,
     ),
     Patch(
         name="config check",

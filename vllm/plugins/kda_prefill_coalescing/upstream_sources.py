@@ -27,8 +27,15 @@ def _module_source(module: str) -> tuple[list[str], ast.Module]:
 
 
 def source_digest(target: str) -> str:
-    """First 16 digits of the SHA-256 of the source of `module:qualified name`; `missing` where there is none."""
+    """First 16 digits of the SHA-256 of an upstream source; `missing` where there is none.
+
+    Args:
+        target: `module:qualified name`, or the path of a whole file that is no module, from the folder of `vllm` on.
+    """
     module, _, qualified_name = target.partition(":")
+    if not qualified_name:
+        path = Path(vllm.__file__).parents[1] / target
+        return _digest(path.read_bytes()) if path.is_file() else "missing"
     try:
         lines, node = _module_source(module)
     except OSError:
@@ -42,14 +49,18 @@ def source_digest(target: str) -> str:
     assert isinstance(scope, DEFINITIONS)
     assert scope.end_lineno is not None
     first = min([scope.lineno, *(decorator.lineno for decorator in scope.decorator_list)])
-    return hashlib.sha256("".join(lines[first - 1 : scope.end_lineno]).encode()).hexdigest()[:16]
+    return _digest("".join(lines[first - 1 : scope.end_lineno]).encode())
+
+
+def _digest(source: bytes) -> str:
+    return hashlib.sha256(source).hexdigest()[:16]
 
 
 def changed_sources(digests: Iterable[tuple[str, str]]) -> list[str]:
     """The upstream sources that differ from what the patches were written against.
 
     Args:
-        digests: `module:qualified name` of each source, and the digest that `source_digest` gave then.
+        digests: Each source as `source_digest` takes it, and the digest that it gave then.
     """
     return list(dict.fromkeys(target for target, digest in digests if source_digest(target) != digest))
 
