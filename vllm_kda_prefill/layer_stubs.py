@@ -134,7 +134,10 @@ def _kda_layer(vllm_config: VllmConfig) -> AttentionLayerBase:
 
 def _indexed_layers(vllm_config: VllmConfig, capability: int, prefix: str) -> Iterator[tuple[str, AttentionLayerBase]]:
     """A sparse MLA layer and its indexer's two caches, in the order of the model's own layers."""
-    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+    from vllm.model_executor.layers.attention.mla_attention import (
+        MLAAttention,
+        _canonicalize_sparse_mla_kv_cache_dtype,
+    )
     from vllm.models.glm5next.common.attention import Glm5NextIndexerCache, Glm5NextTailCache
     from vllm.models.glm5next.common.model import get_sparse_topk_buffer_width
 
@@ -157,17 +160,21 @@ def _indexed_layers(vllm_config: VllmConfig, capability: int, prefix: str) -> It
                     index_kpool=text.index_kpool,
                 ),
             )
+    backend = _sparse_mla_backend(cache_config.cache_dtype, capability)
+    # A layer settles the format of its rows with its backend, and with it their bytes: 656 for each fp8 one on SM12x.
+    row_format: Any = _canonicalize_sparse_mla_kv_cache_dtype(backend, cache_config.cache_dtype)
+    cache_config.cache_dtype = row_format
     yield (
         f"{prefix}.mla_attn",
         _without_weights(
             MLAAttention,
             head_size=text.kv_lora_rank + text.qk_rope_head_dim,
-            kv_cache_dtype=cache_config.cache_dtype,
+            kv_cache_dtype=row_format,
             sliding_window=None,
             topk_buffer_width=get_sparse_topk_buffer_width(text) if text.index_topk is not None else None,
             indexer=object() if text.index_topk is not None else None,
             non_causal_multi_token_decode=False,
-            attn_backend=_sparse_mla_backend(cache_config.cache_dtype, capability),
+            attn_backend=backend,
         ),
     )
 

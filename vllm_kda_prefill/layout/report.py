@@ -11,6 +11,7 @@ from vllm_kda_prefill.layer_stubs import GLM, add_layers, as_gpu, register  # is
 
 from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
 from vllm.platforms import current_platform
+from vllm.plugins.kda_prefill_coalescing import index_rows
 from vllm.plugins.kda_prefill_coalescing.block_layout import kernel_unit, refuse
 from vllm.v1.core.block_sizes import BlockSettings, BlockSizes, candidates
 from vllm.v1.core.cache_capacity import CacheGroup, CacheLayout, block_sizes, measure
@@ -159,13 +160,9 @@ def make_report(shape: EngineShape, memory: int, sizes: BlockSizes | None = None
     """
     with as_gpu(shape.capability):
         config = shape.vllm_config()
-        unit = kernel_unit(config, current_platform._find_non_ssm_backends(config))
-        if sizes is not None:
-            refuse(BlockSettings(*sizes).problems(unit, ("--target", "--mamba")))
-        refuse(BlockSettings("auto", "auto").problems(unit))
-        pairs = candidates(unit)
-        shown = sizes or (BlockSizes(512, 512) if BlockSizes(512, 512) in pairs else pairs[0])
-        split = {pair: _measure_split(config, pair) for pair in dict.fromkeys([*pairs, shown])}
+        # The settings that split a layout also bind what lets the index have its rows.
+        with index_rows.bound():
+            split, pairs, shown = _measure_splits(config, sizes)
         longest = config.model_config.max_model_len
         # As `auto` does: of equals the finest.
         best = max(pairs, key=lambda pair: split[pair].tokens_of_cache(2**40, longest))
@@ -173,6 +170,19 @@ def make_report(shape: EngineShape, memory: int, sizes: BlockSizes | None = None
         stock = measure(config, LENGTHS)
     layouts = {"stock": stock} | {str(pair): split[pair] for pair in (shown, best)}
     return CacheReport(shape, memory, longest, layouts, str(best))
+
+
+def _measure_splits(
+    config: VllmConfig, sizes: BlockSizes | None
+) -> tuple[dict[BlockSizes, CacheLayout], list[BlockSizes], BlockSizes]:
+    """Every split to show or to choose from, those that `auto` chooses from, and the one to show first."""
+    unit = kernel_unit(config, current_platform._find_non_ssm_backends(config))
+    if sizes is not None:
+        refuse(BlockSettings(*sizes).problems(unit, ("--target", "--mamba")))
+    refuse(BlockSettings("auto", "auto").problems(unit))
+    pairs = candidates(unit)
+    shown = sizes or (BlockSizes(512, 512) if BlockSizes(512, 512) in pairs else pairs[0])
+    return {pair: _measure_split(config, pair) for pair in dict.fromkeys([*pairs, shown])}, pairs, shown
 
 
 def _measure_split(config: VllmConfig, sizes: BlockSizes) -> CacheLayout:
