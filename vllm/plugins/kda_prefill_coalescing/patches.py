@@ -122,6 +122,7 @@ PATCHES = (
             "vllm/third_party/deep_gemm/include/deep_gemm/scheduler/sm120_paged_mqa_logits.cuh": "6d11444e533a7ade",
         },
         bind=index_rows.rebind,
+        always=True,
     ),
     Patch(
         name="config check",
