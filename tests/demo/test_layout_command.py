@@ -88,8 +88,18 @@ def test_given_sizes_replace_the_usual_split():
     assert layouts["1024/2048"]["recurrent_block"] == 2048
 
 
-def test_sm120_has_blocks_of_1024_tokens():
-    assert "1024/1024" in report("--capability", "12")["layouts"]
+@pytest.mark.parametrize("dtype", ["auto", "fp8", "fp8_ds_mla"])
+def test_sm120_has_blocks_of_512_tokens_in_packed_fp8(dtype):
+    engine = ["--tp", "4", "--dcp", "4", "--mtp", "3", "--kv-cache-dtype"]
+    found = report(*engine, dtype, "--capability", "12")["layouts"]["512/512"]
+    assert (found["attention_block"], found["recurrent_block"], found["scheduler_block"]) == (512, 512, 2048)
+    # On SM12x a token has the bytes of one format, whatever the option says; on Hopper that is one of the formats.
+    assert found == report(*engine, "fp8_ds_mla", "--capability", "9")["layouts"]["512/512"]
+
+
+def test_stock_is_shown_without_the_patch():
+    layouts = report("--capability", "12", "--tp", "4", "--kv-cache-dtype", "fp8")["layouts"]
+    assert layouts["stock"]["attention_block"] == 3072
 
 
 def test_another_hybrid_model_is_measured(tmp_path):

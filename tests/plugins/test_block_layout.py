@@ -19,7 +19,7 @@ from vllm_kda_prefill.layer_stubs import as_gpu  # isort: skip  (the platform be
 
 from vllm.kda_prefill_variables import GATE, SPLIT_MAMBA, SPLIT_TARGET
 from vllm.platforms import current_platform
-from vllm.plugins.kda_prefill_coalescing import block_layout, config_check
+from vllm.plugins.kda_prefill_coalescing import block_layout, config_check, index_rows
 
 STOCK_BLOCKS = {
     (1, "auto", 0): 4608,
@@ -42,7 +42,6 @@ STOCK_BLOCKS = {
 """Tensor parallel ranks, the cache's dtype and draft tokens -> the block that stock raises attention's to."""
 
 FIX = f"set {SPLIT_TARGET} and {SPLIT_MAMBA} to 512 and 512, or to auto"
-FIX_1024 = f"set {SPLIT_TARGET} and {SPLIT_MAMBA} to 1024 and 1024, or to auto"
 COARSE = "recurrent blocks of {} tokens leave {} boundaries inside a span of 8192 tokens, .*: {}$"
 
 
@@ -108,7 +107,7 @@ CASES = [
     *(stock(tp, dcp, dtype, mtp) for (tp, dcp), dtype, mtp in SHAPES),
     stock(8, 8, "auto", 3),
     stock(8, 8, "fp8", 3),
-    Case(None, MAIN, (3072, 3072), too_coarse(3072, FIX_1024), capability=12),
+    Case(None, MAIN, (2560, 2560), too_coarse(2560), capability=12),
     # A small --block-size does not avoid the raise, and a larger one is its step.
     Case(None, RAISED, (2560, 2560), too_coarse(2560), block_size=64),
     Case(None, RAISED, (2560, 2560), too_coarse(2560), block_size=768),
@@ -119,6 +118,9 @@ CASES = [
     Case((1024, 1024), MAIN, (1024, 1024)),
     Case((1536, 1536), MAIN, (1536, 1536)),
     Case((512, 512), MAIN, (512, 512), capability=10),
+    Case((512, 512), MAIN, (512, 512), capability=12),
+    Case((512, 1024), MAIN, (512, 1024), capability=12),
+    Case((1536, 1536), MAIN, (1536, 1536), capability=12),
     Case((1024, 1024), MAIN, (1024, 1024), capability=12),
     Case((512, 512), MAIN, (512, 512), block_size=512),
     # `auto`, alone and beside a number.
@@ -130,12 +132,12 @@ CASES = [
     Case(("auto", "auto"), MAIN, (1024, 1024), block_size=1024),
     # Sizes that work with the gate off only.
     Case((512, 2048), MAIN, (512, 2048), too_coarse(2048)),
-    Case((1024, 2048), MAIN, (1024, 2048), too_coarse(2048, FIX_1024), capability=12),
-    Case((2048, 2048), MAIN, (2048, 2048), too_coarse(2048, FIX_1024), capability=12),
+    Case((1024, 2048), MAIN, (1024, 2048), too_coarse(2048), capability=12),
+    Case((2048, 2048), MAIN, (2048, 2048), too_coarse(2048), capability=12),
     # Sizes that cannot work.
     Case((128, 512), MAIN, None, multiple(128, 512, "the nearest is 512")),
     Case((640, 640), MAIN, None, multiple(640, 512, "the nearest that work are 512 and 1024")),
-    Case((512, 512), MAIN, None, multiple(512, 1024, "the nearest is 1024"), capability=12),
+    Case((640, 640), MAIN, None, multiple(640, 512, "the nearest that work are 512 and 1024"), capability=12),
     Case(("auto", 2560), MAIN, None, (NO_PAIR, *too_coarse(2560))),
     Case(("auto", 2048), MAIN, None, (NO_PAIR, *too_coarse(2048))),
     Case((2048, "auto"), MAIN, None, (NO_PAIR,)),
@@ -157,7 +159,8 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def set_sizes(monkeypatch):
-    return size_setter(monkeypatch)
+    with index_rows.bound():
+        yield size_setter(monkeypatch)
 
 
 def check_patterns(messages: list[str], patterns: tuple[str, ...]) -> None:
@@ -176,7 +179,7 @@ def test_block_sizes(case, set_sizes, monkeypatch):
         config = unaligned(*case.engine, **options)
         unit = block_layout.attention_unit(config)
         assert unit == block_layout.kernel_unit(config, current_platform._find_non_ssm_backends(config))
-        assert unit == (1024 if case.capability == 12 else 512)
+        assert unit == 512
         check_patterns(list(block_layout.unmet_by_layout(config)), case.unmet)
         foreseen = block_layout.foreseen_mamba_block(config, block_layout.read_settings(), unit)
         if case.blocks is None:

@@ -39,9 +39,18 @@ def test_a_changed_source_is_refused_and_named(monkeypatch):
         upstream_sources.check_upstream(UPSTREAM)
 
 
-@pytest.mark.parametrize("target", ["vllm.v1.core.sched.scheduler:Scheduler.gone", "vllm.gone:Scheduler"])
+@pytest.mark.parametrize(
+    "target", ["vllm.v1.core.sched.scheduler:Scheduler.gone", "vllm.gone:Scheduler", "vllm/gone.cuh"]
+)
 def test_a_missing_source_counts_as_changed(target):
     assert upstream_sources.source_digest(target) == "missing"
+
+
+def test_a_changed_file_that_is_no_module_is_named(monkeypatch):
+    target = "vllm/third_party/deep_gemm/include/deep_gemm/impls/sm120_fp8_paged_mqa_logits.cuh"
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + (b" " if path.name in target else b""))
+    assert upstream_sources.changed_sources(UPSTREAM) == [target]
 
 
 def test_another_version_is_refused(monkeypatch):

@@ -19,7 +19,8 @@ from tests.glm_engines import SHAPES, aligned, size_setter
 from vllm_kda_prefill.planning import Engine  # isort: skip  (the platform before vLLM)
 
 from vllm.config import VllmConfig
-from vllm.plugins.kda_prefill_coalescing import block_layout
+from vllm.plugins.kda_prefill_coalescing import block_layout, index_rows
+from vllm.v1.attention.backends.mla.sparse_utils import flat_kv_row_view
 from vllm.v1.core.cache_capacity import cache_groups, measure, resolved_layout
 from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
 from vllm.v1.core.kv_cache_planning import get_kv_cache_configs
@@ -36,13 +37,17 @@ from vllm_kda_prefill.model_config import GLM_SHAPES
 from vllm_kda_prefill.spans import QuerySpan, query_span
 
 MEMORY = 2 << 30
+ROW_BYTES_ON_SM12X = 656
+"""Of a token: 512 values in fp8, their scales, and room for 64 positions in bf16 that this model does not use."""
+
 REPLAY = {1: (7168, 7680), 2: (6144, 7168, 7680), 4: (4096, 6144, 7168, 7680)}
 LADDER = {1: (4096, 6144, 7168, 7680), 2: (4096, 6144, 7168, 7680), 4: (4096, 6144, 7680)}
 
 
 @pytest.fixture(autouse=True)
 def split(monkeypatch):
-    return size_setter(monkeypatch)
+    with index_rows.bound():
+        yield size_setter(monkeypatch)
 
 
 def served(config: VllmConfig, memory: int = MEMORY) -> KVCacheConfig:
@@ -199,6 +204,8 @@ def test_auto_serves_the_most_tokens_of_cache(split, ranks, dtype, monkeypatch):
         (9, (1024, 1024), 64),
         (9, (1536, 1536), 32),
         (10, (512, 512), 32),
+        (12, (512, 512), 32),
+        (12, (512, 1024), 32),
         (12, (1024, 1024), 64),
         (12, (2048, 2048), 64),
     ],
@@ -232,6 +239,11 @@ def test_index_rows_stay_addressable(split, capability, sizes, rows):
         assert (caches[name] == number).all(), f"{name} was overwritten or not reached"
     others = [caches[name] for name in specs if name.endswith("mla_attn")]
     assert all((cache == 0).all() for cache in others)
+    for cache in others if capability == 12 else ():
+        # As FLASHINFER_MLA_SPARSE_SM120 reads it: pages of 64 tokens, whole ones from block to block.
+        tokens, stride = flat_kv_row_view(cache.squeeze(1), cache.shape[2])
+        assert tokens.shape[0] % 64 == stride % 64 == 0
+        assert tokens.shape[1] == ROW_BYTES_ON_SM12X
 
 
 def test_with_the_gate_off_coarse_blocks_are_served(split):

@@ -128,8 +128,8 @@ def foreseen_mamba_block(vllm_config: VllmConfig, settings: BlockSettings | None
 def attention_unit(vllm_config: VllmConfig) -> int:
     """Tokens that a block of GLM-5.3-Flash's attention group is a multiple of.
 
-    Its pooled indexer keeps a row for `index_kpool` tokens and reads 32 or 64 rows that lie together (64 only on
-    SM12x), so a block must hold as many.
+    Its pooled indexer keeps a row for `index_kpool` tokens and reads 32 or 64 rows that lie together, so a block
+    must hold as many; `index_rows` is about SM12x.
     """
     from vllm.utils.deep_gemm import get_paged_mqa_page_sizes
 
