@@ -2,8 +2,10 @@
 """vLLM says that the pooled index may have 32 rows in a block on SM12x, and only where its own DeepGEMM is used."""
 
 import sys
+from typing import Any
 
 import pytest
+import torch
 
 from vllm_kda_prefill.layer_stubs import as_gpu  # isort: skip  (the platform before vLLM)
 
@@ -14,9 +16,7 @@ from vllm.v1.attention.backends.mla.indexer import Glm5NextIndexerBackend
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 
-def block_sizes() -> list[int]:
-    import torch
-
+def block_sizes() -> list[Any]:
     spec = MLAAttentionSpec(block_size=512, num_kv_heads=1, head_size=132, dtype=torch.uint8, tokens_per_state=16)
     return list(Glm5NextIndexerBackend.get_supported_kernel_block_sizes(spec))
 
