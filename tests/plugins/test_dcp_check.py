@@ -11,6 +11,7 @@ import torch
 from vllm.model_executor.layers import sparse_attn_indexer
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins.kda_prefill_coalescing.dcp_check import MERGED_ROWS, unmet_by_dcp
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_kda_prefill.planning_platform import PlanningPlatform
 
 
@@ -44,7 +45,8 @@ def unmet(monkeypatch):
         {"tp": 8, "dcp": 8},
         {"dcp": 1, "dtype": "auto", "interleave": 1, "tp": 1, "topk": 2048},
         {"topk": 32768},
-        {"capability": 12, "dtype": "fp8", "tp": 2, "dcp": 2},
+        {"capability": 10, "dtype": "fp8", "tp": 2, "dcp": 2},
+        {"capability": 12, "dtype": "fp8", "dcp": 1},
     ],
 )
 def test_layouts_that_run_are_let_through(unmet, engine):
@@ -55,18 +57,25 @@ def test_layouts_that_run_are_let_through(unmet, engine):
     ("engine", "message"),
     [
         ({"interleave": 1}, "every 1 tokens, inside a row of 16 .* pass --cp-kv-cache-interleave-size 16"),
-        ({"interleave": 24, "capability": 12}, "every 24 tokens, inside a row of 16"),
+        ({"interleave": 24, "capability": 10}, "every 24 tokens, inside a row of 16"),
         ({"dtype": "auto"}, "this one is auto: pass --kv-cache-dtype fp8_ds_mla"),
         ({"dtype": "fp8"}, "this one is fp8: pass --kv-cache-dtype fp8_ds_mla"),
         ({"tp": 2, "dcp": 2}, "fewer than 32 attention heads a rank, and --tensor-parallel-size 2 leaves 32"),
         ({"topk": 2048}, "not this model's 128 .index_topk 2048 in rows of 16.: pass --decode-context-parallel-size 1"),
-        ({"topk": 4096, "capability": 12}, "merges 512, 1024, 2048 rows .* not this model's 256"),
+        ({"topk": 4096, "capability": 10}, "merges 512, 1024, 2048 rows .* not this model's 256"),
+        ({"capability": 12, "dtype": "fp8"}, "on SM12x .* log-sum-exp .*: pass --decode-context-parallel-size 1"),
         ({"tp": 4, "dcp": 4, "heads": 96}, "the 24 attention heads of one rank and the 96 of the 4 that DCP gathers"),
     ],
 )
 def test_layouts_that_stock_cannot_run_are_refused(unmet, engine, message):
     (problem,) = unmet(**engine)
     assert re.search(message, problem), problem
+
+
+def test_stocks_sparse_mla_of_sm12x_runs_without_dcp_only():
+    backend = AttentionBackendEnum.FLASHINFER_MLA_SPARSE_SM120.get_class()
+    assert not backend.supports_dcp()
+    assert not backend.get_impl_cls().can_return_lse_for_decode
 
 
 def test_all_that_is_wrong_is_named_at_once(unmet):

@@ -2,8 +2,8 @@
 """Whether stock's attention can run GLM-5.3-Flash under decode context parallelism on the GPU at hand.
 
 Stock finds out after the weights are loaded, one condition at a time. Hopper has a single sparse MLA kernel that
-returns what the ranks' partial results are merged with (FlashMLA), and that one in a single form. On any NVIDIA GPU the
-ranks' indexers must select as many rows as stock's merge of their selections was made for.
+returns what the ranks' partial results are merged with (FlashMLA), and that one in a single form. SM12x has none.
+On any NVIDIA GPU the ranks' indexers must select as many rows as stock's merge of their selections was made for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-HOPPER = 9
+HOPPER, SM12X = 9, 12
 CACHE_DTYPES = ("fp8_ds_mla", "nvfp4_ds_mla")
 HEADS_OF_ONE_BATCH = 32
 """From this many heads a rank on, FlashMLA runs prefills apart from decodes and returns nothing to merge for them."""
@@ -52,6 +52,11 @@ def unmet_by_dcp(vllm_config: VllmConfig) -> Iterator[str]:
     capability = current_platform.get_device_capability()
     if capability is not None and capability.major == HOPPER:
         yield from _unmet_on_hopper(vllm_config)
+    if capability is not None and capability.major == SM12X:
+        yield (
+            "on SM12x vLLM's sparse MLA kernel (FLASHINFER_MLA_SPARSE_SM120) is not asked for the log-sum-exp that "
+            "ranks' results are merged with: pass --decode-context-parallel-size 1"
+        )
 
 
 def _unmet_on_hopper(vllm_config: VllmConfig) -> Iterator[str]:
