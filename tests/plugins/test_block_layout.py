@@ -202,6 +202,18 @@ def test_block_sizes(case, set_sizes, monkeypatch):
         check_patterns([str(error.value)], case.unmet)
 
 
+@pytest.mark.parametrize(("capability", "dtype", "block"), [(9, "auto", 1536), (12, "auto", 2560), (12, "fp8", 2560)])
+def test_a_dtype_that_layers_will_settle_is_foreseen(capability, dtype, block):
+    with as_gpu(capability):
+        config = unaligned(4, 4, dtype, 3, capability=capability)
+        config.cache_config.cache_dtype = dtype
+        assert block_layout.foreseen_mamba_block(config, None, 512) == block
+        # The layers settle it, and the worker's alignment follows them.
+        config = unaligned(4, 4, dtype, 3, capability=capability)
+        align(config)
+    assert config.cache_config.mamba_block_size == block
+
+
 def test_the_start_up_error_carries_it():
     with as_gpu(9):
         config = unaligned(*MAIN)

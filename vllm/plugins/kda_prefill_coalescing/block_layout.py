@@ -23,6 +23,7 @@ import torch
 from vllm.kda_prefill_variables import GATE, SPLIT_MAMBA, SPLIT_TARGET
 from vllm.logger import init_logger
 from vllm.plugins.kda_prefill_coalescing import is_on
+from vllm.plugins.kda_prefill_coalescing.index_rows import SM12X
 from vllm.v1.core.block_sizes import (
     MLA_UNIT,
     SPAN_TOKENS,
@@ -160,17 +161,27 @@ def stock_block(vllm_config: VllmConfig, unit: int) -> int:
             model.dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
         ),
     )
+    cache_dtype = settled_cache_dtype(vllm_config)
     token = MLAAttentionSpec(
         block_size=1,
         num_kv_heads=model.get_num_kv_heads(parallel),
         head_size=model.get_head_size(),
-        dtype=cast(torch.dtype, model.dtype)
-        if cache.cache_dtype == "auto"
-        else STR_DTYPE_TO_TORCH_DTYPE[cache.cache_dtype],
-        cache_dtype_str=cache.cache_dtype,
+        dtype=cast(torch.dtype, model.dtype) if cache_dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[cache_dtype],
+        cache_dtype_str=cache_dtype,
     )
     block_size = cache.block_size if cache.user_specified_block_size else unit
     return raised_block(state.page_size_bytes, token.page_size_bytes, unit, block_size)
+
+
+def settled_cache_dtype(vllm_config: VllmConfig) -> str:
+    """What the cache's dtype will be once the layers are made: SM12x has sparse MLA for packed fp8 alone."""
+    from vllm.platforms import current_platform
+
+    dtype = vllm_config.cache_config.cache_dtype
+    sparse = getattr(vllm_config.model_config.hf_text_config, "index_topk", None) is not None
+    if sparse and dtype in ("auto", "fp8", "fp8_e4m3") and current_platform.is_device_capability_family(SM12X):
+        return "fp8_ds_mla"
+    return dtype
 
 
 # In a worker that has loaded its model.
