@@ -85,14 +85,14 @@ def test_twice_the_memory_serves_twice_the_blocks():
 def test_given_sizes_replace_the_usual_split():
     layouts = report("--tp", "4", "--target", "1024", "--mamba", "2048")["layouts"]
     assert "1024/2048" in layouts
-    assert layouts["1024/2048"]["recurrent_block"] == 2048
+    assert layouts["1024/2048"]["mamba_block"] == 2048
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8", "fp8_ds_mla"])
 def test_sm120_has_blocks_of_512_tokens_in_packed_fp8(dtype):
     engine = ["--tp", "4", "--dcp", "4", "--mtp", "3", "--kv-cache-dtype"]
     found = report(*engine, dtype, "--capability", "12")["layouts"]["512/512"]
-    assert (found["attention_block"], found["recurrent_block"], found["scheduler_block"]) == (512, 512, 2048)
+    assert (found["attention_block"], found["mamba_block"], found["scheduler_block"]) == (512, 512, 2048)
     # On SM12x a token has the bytes of one format, whatever the option says; on Hopper that is one of the formats.
     assert found == report(*engine, "fp8_ds_mla", "--capability", "9")["layouts"]["512/512"]
 
@@ -105,8 +105,8 @@ def test_stock_is_shown_without_the_patch():
 def test_another_hybrid_model_is_measured(tmp_path):
     layouts = report("--model", write(tmp_path, QWEN), "--tp", "2")["layouts"]
     # 16 heads of 128 x 128 and a window of 3 rows, against 1,024 bytes a token, in steps of 16 tokens.
-    assert layouts["stock"]["attention_block"] == layouts["stock"]["recurrent_block"] == 544
-    assert layouts["512/512"]["recurrent_block"] == 512
+    assert layouts["stock"]["attention_block"] == layouts["stock"]["mamba_block"] == 544
+    assert layouts["512/512"]["mamba_block"] == 512
     assert sum(group["layers"] for group in layouts["stock"]["groups"]) == 8
 
 

@@ -113,7 +113,7 @@ def test_the_gate_refuses_stocks_blocks_with_a_hint(runs):
     with pytest.raises(RuntimeError) as failure:
         runs.answers("refused")
     message = str(failure.value)
-    assert "recurrent blocks of 4608 tokens leave" in message
+    assert "Mamba blocks of 4608 tokens leave" in message
     assert "VLLM_GLM53_SPLIT_TARGET_BLOCK_SIZE" in message
     assert "VLLM_GLM53_SPLIT_MAMBA_BLOCK_SIZE" in message
     assert "Loading weights" not in runs.log("refused")

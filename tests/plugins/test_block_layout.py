@@ -42,7 +42,7 @@ STOCK_BLOCKS = {
 """Tensor parallel ranks, the cache's dtype and draft tokens -> the block that stock raises attention's to."""
 
 FIX = f"set {SPLIT_TARGET} and {SPLIT_MAMBA} to 512 and 512, or to auto"
-COARSE = "recurrent blocks of {} tokens leave {} boundaries inside a span of 8192 tokens, .*: {}$"
+COARSE = "Mamba blocks of {} tokens leave {} boundaries inside a span of 8192 tokens, .*: {}$"
 
 
 class Case(NamedTuple):
@@ -51,7 +51,7 @@ class Case(NamedTuple):
     Attributes:
         settings: The two variables; None where neither is set.
         engine: Tensor and decode context parallel ranks, the cache's dtype, draft tokens.
-        blocks: Final attention and recurrent block; None where the engine is refused with the gate on or off.
+        blocks: Final attention and Mamba block; None where the engine is refused with the gate on or off.
         unmet: What the configuration check says, in order, as patterns.
         capability: Major compute capability.
         block_size: `--block-size`, where it is given.
@@ -74,7 +74,7 @@ class Case(NamedTuple):
 
 
 def too_coarse(block: int, fix: str = FIX) -> tuple[str, ...]:
-    """What is said of recurrent blocks of these many tokens, if anything."""
+    """What is said of Mamba blocks of these many tokens, if anything."""
     boundaries = 8191 // block
     return (COARSE.format(block, boundaries, re.escape(fix)),) if boundaries < 4 else ()
 
@@ -217,7 +217,7 @@ def test_a_dtype_that_layers_will_settle_is_foreseen(capability, dtype, block):
 def test_the_start_up_error_carries_it():
     with as_gpu(9):
         config = unaligned(*MAIN)
-        with pytest.raises(ValueError, match=f"recurrent blocks of 2560 tokens.*{SPLIT_TARGET} and {SPLIT_MAMBA}"):
+        with pytest.raises(ValueError, match=f"Mamba blocks of 2560 tokens.*{SPLIT_TARGET} and {SPLIT_MAMBA}"):
             config_check.check(config)
 
 

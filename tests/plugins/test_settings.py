@@ -39,7 +39,7 @@ def test_a_useless_value_is_refused(monkeypatch, name, value, message):
         settings.register()
 
 
-def test_recurrent_blocks_are_whole_attention_blocks(monkeypatch):
+def test_mamba_blocks_are_whole_attention_blocks(monkeypatch):
     monkeypatch.setenv(SPLIT_TARGET, "512")
     monkeypatch.setenv(SPLIT_MAMBA, "768")
     with pytest.raises(ValueError, match="nearest that work are 512 and 1024"):

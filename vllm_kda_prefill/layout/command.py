@@ -41,7 +41,7 @@ def layout(
     memory: Annotated[str, typer.Option(help="KV cache memory of one rank.")] = "24GiB",
     max_model_len: Annotated[int | None, typer.Option(help="As vLLM's option of this name.", min=1)] = None,
     target: Annotated[int | None, typer.Option(help="Tokens of an attention block, with --mamba.", min=1)] = None,
-    mamba: Annotated[int | None, typer.Option(help="Tokens of a recurrent block, with --target.", min=1)] = None,
+    mamba: Annotated[int | None, typer.Option(help="Tokens of a Mamba block, with --target.", min=1)] = None,
     capability: Annotated[int, typer.Option(help="Major compute capability of the GPU: 9, 10 or 12.")] = 9,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's log.")] = False,

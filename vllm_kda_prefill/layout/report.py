@@ -116,7 +116,7 @@ class CacheReport:
     def _layout_as_json(self, layout: CacheLayout) -> dict[str, Any]:
         return {
             "attention_block": layout.sizes.attention,
-            "recurrent_block": layout.sizes.mamba,
+            "mamba_block": layout.sizes.mamba,
             "lookup": layout.grid.hit_alignment,
             "scheduler_block": layout.grid.scheduler_block,
             "block_bytes": layout.block_bytes,

@@ -49,7 +49,7 @@ Row = Callable[["CacheLayout"], str]
 def _blocks() -> dict[str, Row]:
     return {
         "attention block, tokens": lambda layout: f"{layout.sizes.attention:,}",
-        "recurrent block, tokens": lambda layout: f"{layout.sizes.mamba:,}",
+        "Mamba block, tokens": lambda layout: f"{layout.sizes.mamba:,}",
         "lookup, scheduler block, tokens": lambda layout: (
             f"{layout.grid.hit_alignment:,}, {layout.grid.scheduler_block:,}"
         ),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a cache could find of recorded prompts at best: without a limit, and with foresight.
 
-Both walk the prompts in their order, one at a time, in units of one recurrent block: a prompt is the list of its
+Both walk the prompts in their order, one at a time, in units of one Mamba block: a prompt is the list of its
 prefixes at every whole number of units. docs/results/traces.md says what the bounds leave out.
 """
 

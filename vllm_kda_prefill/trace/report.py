@@ -68,7 +68,7 @@ class TraceReport:
         trace: The prompts.
         layout: Of the KV cache, but for its size.
         load: How requests came.
-        unbounded_tokens: What a cache of no limit that can resume at every recurrent block finds.
+        unbounded_tokens: What a cache of no limit that can resume at every Mamba block finds.
         rows: By size, then by arm.
     """
 

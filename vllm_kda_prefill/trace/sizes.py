@@ -37,7 +37,7 @@ def of_memory(memories: list[int], model: Path | None, tp: int, dcp: int, mtp: i
         tp: Tensor parallel ranks.
         dcp: Decode context parallel ranks, a divisor of `tp`.
         mtp: Draft tokens.
-        block: Tokens of an attention block on one rank and of a recurrent block.
+        block: Tokens of an attention block on one rank and of a Mamba block.
 
     Raises:
         TraceError: An amount does not hold two blocks.

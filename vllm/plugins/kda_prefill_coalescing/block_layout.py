@@ -3,7 +3,7 @@
 
 Stock raises the attention block of a hybrid model until it holds a recurrent state (thousands of tokens). Short
 prompts then pin large blocks, and prefix-cache hits land far apart. With the two settings given, attention and
-recurrent blocks keep their own size. vLLM's block-outermost KV cache layout serves different sizes as it is.
+Mamba blocks keep their own size. vLLM's block-outermost KV cache layout serves different sizes as it is.
 
 Block sizes become final when a worker has loaded its model (`apply`). What they will be follows from the configuration,
 so the configuration check refuses a bad one before the weights load (`unmet_by_layout`). Both ask `block_sizes` for
@@ -110,8 +110,7 @@ def warn_unless_spans_are_whole(vllm_config: VllmConfig) -> None:
     mamba_block = foreseen_mamba_block(vllm_config, read_settings(), unit)
     if mamba_block is not None and not fills_span(mamba_block):
         logger.warning_once(
-            "KDA prefill coalescing: recurrent blocks of %d tokens end the chunks of a long prompt at %d of %d tokens; "
-            "%s",
+            "KDA prefill coalescing: Mamba blocks of %d tokens end the chunks of a long prompt at %d of %d tokens; %s",
             mamba_block,
             SPAN_TOKENS - SPAN_TOKENS % mamba_block,
             SPAN_TOKENS,
@@ -120,7 +119,7 @@ def warn_unless_spans_are_whole(vllm_config: VllmConfig) -> None:
 
 
 def foreseen_mamba_block(vllm_config: VllmConfig, settings: BlockSettings | None, unit: int) -> int | None:
-    """Tokens of a recurrent block; None where `auto` chooses it, from sizes that are fine enough."""
+    """Tokens of a Mamba block; None where `auto` chooses it, from sizes that are fine enough."""
     if settings is None:
         return stock_block(vllm_config, unit)
     return settings.given()[1]
@@ -248,7 +247,7 @@ def apply(vllm_config: VllmConfig, unit: int) -> bool:
     cache.block_size, cache.mamba_block_size = sizes
     cache.mamba_page_size_padded = None
     logger.info_once(
-        "GLM-5.3-Flash split layout: attention blocks of %d tokens, recurrent blocks of %d",
+        "GLM-5.3-Flash split layout: attention blocks of %d tokens, Mamba blocks of %d",
         sizes.attention,
         sizes.mamba,
     )
@@ -259,7 +258,7 @@ def check_final_blocks(vllm_config: VllmConfig, unit: int) -> None:
     """Refuse final block sizes that leave coalescing too little to do; the configuration check foresees them.
 
     Raises:
-        ValueError: Recurrent blocks are too coarse for an 8,192-token span.
+        ValueError: Mamba blocks are too coarse for an 8,192-token span.
     """
     mamba_block = vllm_config.cache_config.mamba_block_size
     if vllm_config.model_config.architecture in MODELS and mamba_block is not None:

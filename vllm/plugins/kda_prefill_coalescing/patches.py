@@ -98,7 +98,7 @@ PATCHES = (
     Patch(
         name="split layout",
         how="rebinds Platform._align_hybrid_block_size, calling it where the settings do not apply",
-        why="attention and recurrent blocks keep their own size; with the gate on, final blocks that are too coarse "
+        why="attention and Mamba blocks keep their own size; with the gate on, final blocks that are too coarse "
         "for 8K spans are refused",
         goes_when="vLLM lets a hybrid model's block sizes differ",
         upstream={

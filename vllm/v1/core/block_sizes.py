@@ -27,11 +27,11 @@ AUTO: Literal["auto"] = "auto"
 Size = int | Literal["auto"]
 
 SETTINGS = (SPLIT_TARGET, SPLIT_MAMBA)
-"""The variables that give the attention and the recurrent block size."""
+"""The variables that give the attention and the Mamba block size."""
 
 
 class BlockSizes(NamedTuple):
-    """Tokens of an attention block on one rank, and of a recurrent block."""
+    """Tokens of an attention block on one rank, and of a Mamba block."""
 
     attention: int
     mamba: int
@@ -121,15 +121,15 @@ def _number(text: str) -> int:
 
 
 def too_coarse(mamba_block: int, unit: int) -> Iterator[str]:
-    """Why recurrent blocks of `mamba_block` tokens leave coalescing too little to do.
+    """Why Mamba blocks of `mamba_block` tokens leave coalescing too little to do.
 
     Args:
-        mamba_block: Tokens of a recurrent block.
+        mamba_block: Tokens of a Mamba block.
         unit: Tokens that an attention block must be a multiple of.
     """
     if not forms_8k_path(mamba_block):
         yield (
-            f"recurrent blocks of {mamba_block} tokens leave {boundaries_inside(mamba_block)} boundaries inside a span "
+            f"Mamba blocks of {mamba_block} tokens leave {boundaries_inside(mamba_block)} boundaries inside a span "
             f"of {SPAN_TOKENS} tokens, which retains up to {MAX_CHECKPOINTS} states: {hint(unit)}"
         )
 
@@ -175,7 +175,7 @@ def candidates(unit: int, attention: int | None = None, mamba: int | None = None
     Args:
         unit: Tokens that an attention block must be a multiple of.
         attention: Tokens of the attention block, where it is given.
-        mamba: Tokens of the recurrent block, where it is given.
+        mamba: Tokens of the Mamba block, where it is given.
     """
     pairs = [
         BlockSizes(small, large)
