@@ -253,3 +253,27 @@ def test_other_models_and_modes_are_refused(set_sizes, architecture, mode):
     )
     with pytest.raises(ValueError, match=f"serves {architecture} in Mamba cache mode {mode}: unset both"):
         block_layout.apply(config, 512)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "interleave", "said"),
+    [
+        ((512, 512), 16, None),
+        ((512, 512), 512, None),
+        ((512, 1024), 1024, "every 1024 tokens, .* block of 512: pass --cp-kv-cache-interleave-size 512$"),
+        ((512, 512), 48, "every 48 tokens, .* block of 512: pass --cp-kv-cache-interleave-size 16$"),
+        (("auto", "auto"), 1024, "every 1024 tokens, .* block of 512: pass"),
+        (None, 1024, "every 1024 tokens, .* block of 2560: pass --cp-kv-cache-interleave-size 512$"),
+    ],
+)
+def test_ranks_that_take_turns_inside_a_block_share_it_evenly(set_sizes, sizes, interleave, said):
+    if sizes is not None:
+        set_sizes(*sizes)
+    with as_gpu(9):
+        config = unaligned(4, 4, "fp8")
+        config.parallel_config.cp_kv_cache_interleave_size = interleave
+        problems = [line for line in block_layout.unmet_by_layout(config) if "take turns" in line]
+        config.parallel_config.decode_context_parallel_size = 1
+        assert not [line for line in block_layout.unmet_by_layout(config) if "take turns" in line]
+    assert len(problems) == (said is not None)
+    assert not problems or re.search(said, problems[0])

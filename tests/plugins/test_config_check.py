@@ -78,7 +78,7 @@ def config(plain):
         speculative_config=SimpleNamespace(num_speculative_tokens=3, num_speculative_tokens_per_batch_size=None),
         lora_config=None,
         kv_transfer_config=None,
-        attention_config=SimpleNamespace(hisparse_config=None),
+        attention_config=SimpleNamespace(hisparse_config=None, backend=None),
         additional_config={},
         use_v2_model_runner=True,
     )
@@ -127,6 +127,14 @@ CASES = {
     "dtype": (put("model_config", "dtype", torch.float16), "pass --dtype bfloat16"),
     "prefix caching": (put("cache_config", "enable_prefix_caching", False), "pass --enable-prefix-caching"),
     "cache mode": (put("cache_config", "mamba_cache_mode", "all"), "pass --mamba-cache-mode align"),
+    "more ranks than attention heads": (
+        put("model_config.hf_text_config", "num_attention_heads", 2),
+        "4 ranks cannot share 2 attention heads: pass --tensor-parallel-size 2",
+    ),
+    "more ranks than KDA heads": (
+        put("model_config.hf_text_config", "linear_num_heads", 2),
+        "4 ranks cannot share 2 KDA heads: pass --tensor-parallel-size 2",
+    ),
     "window dtype": (put("cache_config", "mamba_cache_dtype", "float32"), "leave out --mamba-cache-dtype"),
     "state dtype": (put("cache_config", "mamba_ssm_cache_dtype", "bfloat16"), "leave out --mamba-ssm-cache-dtype"),
     "match unit": (put("cache_config", "prefix_match_unit", 8), "pass --prefix-match-unit 16"),
@@ -187,8 +195,9 @@ def test_an_unmet_condition_is_refused_with_a_hint(case, config, monkeypatch):
 
 
 def test_all_unmet_conditions_are_named_at_once(config, monkeypatch):
-    # Decode context is asked about where the model is right.
-    apart = ("no GPU", "cache mode", "draft runner", "decode context", *ABOUT_THE_KERNEL)
+    # Decode context and heads are asked about where the model is right.
+    heads = ("more ranks than attention heads", "more ranks than KDA heads")
+    apart = ("no GPU", "cache mode", "draft runner", "decode context", *heads, *ABOUT_THE_KERNEL)
     together = [name for name in CASES if name not in apart]
     for name in together:
         CASES[name][0](config, monkeypatch)

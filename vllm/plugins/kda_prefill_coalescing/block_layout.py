@@ -102,6 +102,20 @@ def unmet_by_layout(vllm_config: VllmConfig) -> Iterator[str]:
     mamba_block = foreseen_mamba_block(vllm_config, settings, unit)
     if mamba_block is not None:
         yield from too_coarse(mamba_block, unit)
+    if vllm_config.parallel_config.decode_context_parallel_size > 1:
+        # Without settings, attention blocks count as many tokens as Mamba blocks.
+        blocks = {pair.attention for pair in settings.choices(unit)} if settings is not None else {mamba_block}
+        yield from _cut_by_turns(vllm_config.parallel_config.cp_kv_cache_interleave_size, filter(None, blocks))
+
+
+def _cut_by_turns(interleave: int, attention_blocks: Iterable[int]) -> Iterator[str]:
+    """Why ranks that take turns every `interleave` tokens cannot share blocks; stock asserts it after the load."""
+    cut = sorted(block for block in attention_blocks if block % interleave)
+    if cut:
+        yield (
+            f"ranks take turns every {interleave} tokens, which is no divisor of an attention block of {cut[0]}: pass "
+            f"--cp-kv-cache-interleave-size {math.gcd(interleave, cut[0])}"
+        )
 
 
 def warn_unless_spans_are_whole(vllm_config: VllmConfig) -> None:

@@ -13,7 +13,7 @@ from vllm.kda_prefill_variables import GATE
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.plugins.kda_prefill_coalescing.block_layout import MODELS, unmet_by_layout, warn_unless_spans_are_whole
-from vllm.plugins.kda_prefill_coalescing.dcp_check import unmet_by_dcp
+from vllm.plugins.kda_prefill_coalescing.dcp_check import unmet_by_dcp, unmet_by_heads
 from vllm.v1.core.prefill_plan import CHECKPOINT_ALIGNMENT
 
 if TYPE_CHECKING:
@@ -93,8 +93,11 @@ def unmet_conditions(vllm_config: VllmConfig) -> Iterator[str]:
             yield f"{words} parallel size is {size}: pass --{flag}-parallel-size 1"
     yield from _unmet_by_kernel(vllm_config)
     if model.architecture in MODELS:
-        yield from unmet_by_layout(vllm_config)
-        yield from unmet_by_dcp(vllm_config)
+        shared_out = list(unmet_by_heads(vllm_config))
+        yield from shared_out
+        if not shared_out:  # A rank's part of a state has no size else.
+            yield from unmet_by_layout(vllm_config)
+            yield from unmet_by_dcp(vllm_config)
 
 
 def _uses_hisparse(vllm_config: VllmConfig) -> bool:

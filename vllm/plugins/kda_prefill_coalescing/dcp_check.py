@@ -8,6 +8,7 @@ On any NVIDIA GPU the ranks' indexers must select as many rows as stock's merge 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,11 @@ from vllm.platforms import current_platform
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-HOPPER, SM12X = 9, 12
+HOPPER, SM10X, SM12X = 9, 10, 12
 CACHE_DTYPES = ("fp8_ds_mla", "nvfp4_ds_mla")
+SM10X_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_ds_mla", "nvfp4_ds_mla")
+"""What the two sparse MLA backends of SM10x that support DCP keep, FLASHINFER_MLA_SPARSE and FLASHMLA_SPARSE."""
+
 HEADS_OF_ONE_BATCH = 32
 """From this many heads a rank on, FlashMLA runs prefills apart from decodes and returns nothing to merge for them."""
 
@@ -27,6 +31,15 @@ start or at the first sequence that is longer than what an indexer selects."""
 
 HEAD_PADDINGS = (64, 128)
 """Query heads that FlashMLA's fp8 kernel pads to."""
+
+
+def unmet_by_heads(vllm_config: VllmConfig) -> Iterator[str]:
+    """Name each kind of heads that the tensor parallel ranks cannot share evenly, as where ranks outnumber heads."""
+    ranks, text = vllm_config.parallel_config.tensor_parallel_size, vllm_config.model_config.hf_text_config
+    for kind, heads in (("attention", text.num_attention_heads), ("KDA", text.linear_num_heads)):
+        if heads % ranks:
+            most = math.gcd(heads, ranks)
+            yield f"{ranks} ranks cannot share {heads} {kind} heads: pass --tensor-parallel-size {most}"
 
 
 def unmet_by_dcp(vllm_config: VllmConfig) -> Iterator[str]:
@@ -49,13 +62,32 @@ def unmet_by_dcp(vllm_config: VllmConfig) -> Iterator[str]:
             f"ranks take turns every {interleave} tokens, inside a row of {rows} of the indexer: pass "
             f"--cp-kv-cache-interleave-size {rows} or a multiple"
         )
+    yield from _unmet_by_backend(vllm_config)
     capability = current_platform.get_device_capability()
+    dtype = vllm_config.cache_config.cache_dtype
+    if capability is not None and capability.major == SM10X and dtype not in SM10X_CACHE_DTYPES:
+        yield f"on SM10x no sparse MLA kernel with DCP keeps a cache of {dtype}: pass --kv-cache-dtype fp8"
     if capability is not None and capability.major == HOPPER:
         yield from _unmet_on_hopper(vllm_config)
     if capability is not None and capability.major == SM12X:
         yield (
             "on SM12x vLLM's sparse MLA kernel (FLASHINFER_MLA_SPARSE_SM120) is not asked for the log-sum-exp that "
             "ranks' results are merged with: pass --decode-context-parallel-size 1"
+        )
+
+
+def _unmet_by_backend(vllm_config: VllmConfig) -> Iterator[str]:
+    backend = vllm_config.attention_config.backend
+    if backend is None:
+        return
+    try:
+        merges = backend.get_class().supports_dcp()
+    except (ImportError, ValueError):
+        return  # Stock says why it cannot be loaded.
+    if not merges:
+        yield (
+            f"--attention-backend {backend.name} returns no log-sum-exp, which ranks' results are merged with: leave "
+            "it out, or pass --decode-context-parallel-size 1"
         )
 
 
