@@ -116,6 +116,16 @@ def test_counts_are_those_of_the_cache_itself(arm, layout, monkeypatch):
     assert result.states.evicted > 0
 
 
+def test_a_state_that_moves_to_another_block_is_neither_new_nor_gone():
+    """A prompt resumes at a state inside a Mamba block, and writes on in this block: stock moves the state's entry."""
+    ids = list(range(9))
+    trace = make_trace((4708, [*ids, 9]), (4708, [*ids, 9]), (5200, [*ids, 77, 78]))
+    result = serve("stock", trace, layout=Layout(num_blocks=500, mamba_block=1024, budget=1024))
+    assert result.cached_tokens == 4096 + 4608
+    assert result.states.kept == {TAIL: 2, SPAN_END: 1}
+    assert (result.held_states, result.states.evicted) == (3, 0)
+
+
 @pytest.mark.parametrize("mtp", [0, 3])
 @pytest.mark.parametrize("dcp", [1, 4])
 @pytest.mark.parametrize("arm", ["stock", "ladder"])
