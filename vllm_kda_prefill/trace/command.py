@@ -62,7 +62,7 @@ def trace(
     dcp: Dcp = 1,
     mtp: Mtp = 0,
     block_size: Annotated[
-        int, typer.Option(help="Tokens of an attention block on a rank, and of a recurrent one.")
+        int, typer.Option(help="Tokens of an attention block on a rank, and of a Mamba block.")
     ] = 512,
     groups: Annotated[int, typer.Option(help="KV cache groups of KDA layers; --memory has its own.", min=1)] = 6,
     budget: Annotated[int, typer.Option(help="Tokens of one step.", min=1)] = 8192,
