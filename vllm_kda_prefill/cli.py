@@ -10,6 +10,7 @@ import typer
 
 from vllm_kda_prefill.bench.command import app as bench_app
 from vllm_kda_prefill.demo.command import demo
+from vllm_kda_prefill.doctor.command import doctor
 from vllm_kda_prefill.layout.command import layout
 from vllm_kda_prefill.plan.command import plan
 
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.command("plan")(plan)
 app.command("layout")(layout)
+app.command("doctor")(doctor)
 app.command("demo")(demo)
 app.add_typer(bench_app, name="bench")
 

@@ -73,7 +73,7 @@ def quietly(action: Callable[[], T], verbose: bool, spinner: bool = True) -> T:
         logging.disable(logging.WARNING)
     try:
         with _spinner() if spinner and not verbose else nullcontext():
-            with _quick_imports():
+            with quick_imports():
                 import vllm_kda_prefill.planning  # noqa: F401
             return action()
     except (ValueError, NotImplementedError) as error:
@@ -91,7 +91,7 @@ def _spinner() -> Any:
 
 
 @contextmanager
-def _quick_imports() -> Iterator[None]:
+def quick_imports() -> Iterator[None]:
     """Save a third of the time that the imports of vLLM take.
 
     What an import makes stays, so collecting garbage meanwhile finds next to nothing. And transformers reads the file

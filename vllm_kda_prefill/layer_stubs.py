@@ -87,10 +87,10 @@ def add_layers(vllm_config: VllmConfig, capability: int) -> None:
 
 
 @contextmanager
-def as_gpu(capability: int) -> Iterator[None]:
+def as_gpu(capability: int, minor: int = 0) -> Iterator[None]:
     """Let kernels that ask the platform for its compute capability see this one."""
     before = PlanningPlatform.__dict__.get("get_device_capability")
-    answer = classmethod(lambda cls, device_id=0: DeviceCapability(capability, 0))
+    answer = classmethod(lambda cls, device_id=0: DeviceCapability(capability, minor))
     PlanningPlatform.get_device_capability = answer  # type: ignore[assignment,method-assign]
     try:
         yield

@@ -124,7 +124,7 @@ def model_folder(folder: Path | None) -> Iterator[Path]:
 
 
 def make_configs(
-    folder: Path | None, *, tp: int, dcp: int, mtp: int, max_model_len: int | None, **drafting: Any
+    folder: Path | None, *, tp: int, dcp: int, mtp: int, max_model_len: int | None, interleave: int = 1, **drafting: Any
 ) -> tuple[ModelConfig, ParallelConfig, SpeculativeConfig | None]:
     """vLLM's configurations of the model, the ranks and the drafts.
 
@@ -134,6 +134,7 @@ def make_configs(
         dcp: Decode context parallel ranks.
         mtp: Draft tokens of multi-token prediction, 0 for none.
         max_model_len: vLLM's `--max-model-len`, None for the model's own.
+        interleave: vLLM's `--cp-kv-cache-interleave-size`.
         drafting: More of `--speculative-config`, where there are drafts.
 
     Raises:
@@ -148,7 +149,9 @@ def make_configs(
     if problem:
         raise ValueError(f"--mtp {mtp}: {problem}")
     length: Any = max_model_len
-    parallel = ParallelConfig(tensor_parallel_size=tp, decode_context_parallel_size=dcp)
+    parallel = ParallelConfig(
+        tensor_parallel_size=tp, decode_context_parallel_size=dcp, cp_kv_cache_interleave_size=interleave
+    )
     with model_folder(folder) as path:
         model = ModelConfig(model=str(path), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=length)
         if not mtp:

@@ -82,7 +82,7 @@ def plan(run):
     return call
 
 
-@pytest.mark.parametrize("arguments", [("plan", "--help"), ("--version",)])
+@pytest.mark.parametrize("arguments", [("plan", "--help"), ("doctor", "--help"), ("--version",)])
 def test_what_needs_no_vllm_imports_neither_it_nor_torch(arguments):
     code = (
         f"import sys; sys.argv = ['kda-prefill', *{arguments!r}]\n"
@@ -139,7 +139,7 @@ def test_a_shell_completes_commands_and_options():
     assert "plan" in done.stdout
 
 
-@pytest.mark.parametrize("command", [[], ["plan"], ["layout"], ["demo"], ["bench"], ["bench", "ab"]])
+@pytest.mark.parametrize("command", [[], ["plan"], ["layout"], ["doctor"], ["demo"], ["bench"], ["bench", "ab"]])
 def test_help_of_each_command(run, command):
     done = run(*command, "--help")
     assert done.status == 0
@@ -229,6 +229,9 @@ def test_table_names_what_matters():
         (["demo", "--plot", "picture.txt"], "picture.txt", ".png"),
         (["demo", "--plot", "/nowhere/picture.png"], "/nowhere", "folder"),
         (["serve"], "serve", "--help"),
+        (["doctor", "--capability", "x"], "--capability 'x'", "give one like 12.1"),
+        (["doctor", "--gpu-memory-utilization", "92"], "--gpu-memory-utilization 92", "at most 1"),
+        (["doctor", "--tp", "0"], "--tp 0", "at least 1"),
         (["plan", "--nonsense"], "--nonsense", "--help"),
     ],
 )

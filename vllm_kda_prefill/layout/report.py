@@ -64,14 +64,32 @@ class EngineShape:
         Raises:
             ValueError: vLLM cannot serve this model or these sizes; the message is its own.
         """
+        config = self.config_before_layers()
+        add_layers(config, self.capability)
+        return config
+
+    def config_before_layers(self, interleave: int = 1) -> VllmConfig:
+        """A configuration as a server checks it, before its model is made.
+
+        Args:
+            interleave: vLLM's `--cp-kv-cache-interleave-size`.
+
+        Raises:
+            ValueError: As for `vllm_config`.
+        """
         register(self.architecture)
         if self.mtp and self.architecture not in GLM:
             raise ValueError(f"draft layers of {self.architecture} are not known here: give --mtp 0")
         model, parallel, speculative = make_configs(
-            self.model, tp=self.tp, dcp=self.dcp, mtp=self.mtp, max_model_len=self.max_model_len
+            self.model,
+            tp=self.tp,
+            dcp=self.dcp,
+            mtp=self.mtp,
+            max_model_len=self.max_model_len,
+            interleave=interleave,
         )
         cache_dtype: Any = self.kv_cache_dtype
-        config = VllmConfig(
+        return VllmConfig(
             model_config=model,
             cache_config=CacheConfig(
                 enable_prefix_caching=True, cache_dtype=cache_dtype, prefix_cache_retention_interval=0
@@ -86,8 +104,6 @@ class EngineShape:
             parallel_config=parallel,
             speculative_config=speculative,
         )
-        add_layers(config, self.capability)
-        return config
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def unmet_conditions(vllm_config: VllmConfig) -> Iterator[str]:
         if size > 1:
             words, flag = name.replace("_", " "), name.replace("_", "-")
             yield f"{words} parallel size is {size}: pass --{flag}-parallel-size 1"
-    yield from _unmet_by_kernel(vllm_config)
+    yield from unmet_by_kernel(vllm_config)
     if model.architecture in MODELS:
         shared_out = list(unmet_by_heads(vllm_config))
         yield from shared_out
@@ -113,7 +113,8 @@ def backend_choice(vllm_config: VllmConfig) -> str:
     return additional.get("kda_prefill_backend", "auto") if isinstance(additional, dict) else "auto"
 
 
-def _unmet_by_kernel(vllm_config: VllmConfig) -> Iterator[str]:
+def unmet_by_kernel(vllm_config: VllmConfig) -> Iterator[str]:
+    """Name what keeps the engine from a kernel that exports states, with the way to get one."""
     from vllm.model_executor.layers.mamba.ops.kda_prefill.select import BACKENDS, unsupported
 
     capability = current_platform.get_device_capability()

@@ -11,6 +11,7 @@ import vllm.envs as envs
 from vllm.kda_prefill_variables import GATE, LOG_LIMIT, RETENTION, SPLIT_MAMBA, SPLIT_TARGET
 from vllm.plugins.kda_prefill_coalescing import is_on
 from vllm.plugins.kda_prefill_coalescing.block_layout import read_settings, read_size
+from vllm.v1.core.block_sizes import MOST_DIGITS
 from vllm.v1.core.state_retention import POLICIES
 
 
@@ -27,7 +28,7 @@ def _retention() -> str:
 
 def _log_limit() -> int:
     value = os.environ.get(LOG_LIMIT) or "0"
-    if not value.isascii() or not value.isdigit():
+    if not value.isascii() or not value.isdigit() or len(value) > MOST_DIGITS:
         raise ValueError(f"{LOG_LIMIT}={value!r} is not a number of plans to log; set it to 0 or more")
     return int(value)
 

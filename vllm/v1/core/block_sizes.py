@@ -21,6 +21,9 @@ SPAN_TOKENS = 8192
 MLA_UNIT = 128
 """MLA decode kernels take blocks in multiples of this. It is a multiple of the checkpoint alignment too."""
 
+MOST_DIGITS = 18
+"""Digits of a setting's value; a longer one is no number of tokens."""
+
 assert MLA_UNIT % CHECKPOINT_ALIGNMENT == 0
 
 AUTO: Literal["auto"] = "auto"
@@ -117,7 +120,8 @@ def value_problems(name: str, text: str | None) -> Iterator[str]:
 
 
 def _number(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() else 0
+    # Python refuses to read numbers of thousands of digits, in words of its own.
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS else 0
 
 
 def too_coarse(mamba_block: int, unit: int) -> Iterator[str]:

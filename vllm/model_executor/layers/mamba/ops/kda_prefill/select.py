@@ -71,9 +71,19 @@ def unsupported(backend: str, *, capability: tuple[int, int] | None, head_dim: i
     `backend` is one of `BACKENDS` that exports states. Nothing is imported or built, so that a layer which is
     supported may still fail to be: a package is missing.
     """
-    names = _allowed(backend, capability)
-    reasons = [_unsupported(name, capability, head_dim, torch.bfloat16, lower_bound) for name in names]
+    reasons = [*choices(backend, capability=capability, head_dim=head_dim, lower_bound=lower_bound).values()]
     return reasons[-1] if all(reasons) else ""
+
+
+def choices(
+    backend: str, *, capability: tuple[int, int] | None, head_dim: int, lower_bound: float | None
+) -> dict[str, str]:
+    """The providers that `backend` allows, in order of preference, and why each takes no such bf16 layer here.
+
+    Arguments are those of `unsupported`; an empty string stands for a provider that takes it.
+    """
+    names = _allowed(backend, capability)
+    return {name: _unsupported(name, capability, head_dim, torch.bfloat16, lower_bound) for name in names}
 
 
 def _allowed(backend: str, capability: tuple[int, int] | None) -> tuple[str, ...]:
