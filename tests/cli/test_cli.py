@@ -177,7 +177,7 @@ def test_long_prompt_is_two_passes(plan):
     assert report["equal_retention_passes"] == 5
 
 
-def test_other_page_sizes_and_shapes(plan, tmp_path):
+def test_other_block_sizes_and_shapes(plan, tmp_path):
     config = {
         "architectures": ["Glm5NextForCausalLM"],
         "model_type": "glm5_next",

@@ -28,7 +28,7 @@ SPLIT = ("VLLM_GLM53_SPLIT_TARGET_BLOCK_SIZE", "VLLM_GLM53_SPLIT_MAMBA_BLOCK_SIZ
 
 @dataclass(frozen=True)
 class Arm:
-    """How one engine is started; `split` is the attention and the recurrent page, None for stock's own, and `capture`
+    """How one engine is started; `split` is the attention and the recurrent block, None for stock's own, and `capture`
     are the batches in tokens that CUDA graphs are captured for, none for vLLM's own choice.
 
     With `tp` above 1 the ranks share the one GPU (`one_gpu.py`); `dcp` of them share a sequence's attention cache, in
@@ -40,7 +40,7 @@ class Arm:
     mtp: int = 3
     policy: str = "ladder"
     backend: str = "auto"
-    pages: int | None = None
+    num_blocks: int | None = None
     split: tuple[str, str] | None = ("512", "512")
     cache_gib: int = 2
     budget: int = 8192
@@ -57,7 +57,8 @@ class Arm:
     def name(self) -> str:
         return (
             f"{'on' if self.gate else 'off'}-{'eager' if self.eager else 'graphs'}-mtp{self.mtp}-{self.policy}"
-            f"-{self.backend}-{'x'.join(self.split or ('stock',))}{f'-{self.pages}pages' if self.pages else ''}"
+            f"-{self.backend}-{'x'.join(self.split or ('stock',))}"
+            f"{f'-{self.num_blocks}blocks' if self.num_blocks else ''}"
             f"{f'-captured{max(self.capture)}' if self.capture else ''}"
             f"{f'-tp{self.tp}dcp{self.dcp}' if self.tp > 1 else ''}"
             f"{self.label and '-' + self.label}"
@@ -87,8 +88,8 @@ class Arm:
         }
         if self.mtp:
             arguments["speculative_config"] = {"method": "mtp", "num_speculative_tokens": self.mtp}
-        if self.pages:
-            arguments["num_gpu_blocks_override"] = self.pages
+        if self.num_blocks:
+            arguments["num_gpu_blocks_override"] = self.num_blocks
         if self.capture:
             arguments["compilation_config"] = {"cudagraph_capture_sizes": list(self.capture)}
         if self.tp > 1:

@@ -16,7 +16,7 @@ BASE = prompt(8192, 1)
 BRANCHES = (7900, 7400, 6500, 5000)
 STOCK_BRANCHES = (7700, 7800, 7900, 8000)
 KDA_LAYERS = 6
-"""Of the model with 8 layers; each is a group of its own, with a page a state."""
+"""Of the model with 8 layers; each is a group of its own, with a block a state."""
 MARGIN = 1.5
 """How many times stock's own cold differences an arm's may be."""
 

@@ -11,7 +11,7 @@ the file descriptor. A step is one of
   on that rank only; the answer is their number
 - `{"summary": true}`: what the engine is and what its planner counted
 
-The engine core runs in this process, so that a step can reach its pages.
+The engine core runs in this process, so that a step can reach its blocks.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def _timed(owner: Any, name: str, parts: dict[str, float]) -> None:
     setattr(owner, name, call)
 
 
-def state_pages(scheduler: Any, position: int) -> list[int]:
-    """Cached pages with a recurrent state of `position` tokens, without the attention blocks that end there.
+def state_blocks(scheduler: Any, position: int) -> list[int]:
+    """Cached blocks with a recurrent state of `position` tokens, without the attention blocks that end there.
 
     The scheduler is one with the gate on."""
     from vllm.v1.core.kv_cache_utils import get_group_id
@@ -117,17 +117,17 @@ def state_pages(scheduler: Any, position: int) -> list[int]:
 
 
 def _zero_state(core: Any, position: int, rank: int | None) -> int:
-    def zero(worker: Any, pages: list[int]) -> None:
+    def zero(worker: Any, block_ids: list[int]) -> None:
         if rank in (None, worker.rank):
             for layer in worker.model_runner.vllm_config.compilation_config.static_forward_context.values():
                 states = getattr(layer, "kv_cache", None)
                 if isinstance(states, tuple):
                     for state in states:
-                        state[pages] = 0
+                        state[block_ids] = 0
 
-    pages = state_pages(core.scheduler, position)
-    core.model_executor.collective_rpc(zero, args=(pages,))
-    return len(pages)
+    block_ids = state_blocks(core.scheduler, position)
+    core.model_executor.collective_rpc(zero, args=(block_ids,))
+    return len(block_ids)
 
 
 def _summary(core: Any) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine tests read of an engine: its logs of plans, and the pages of a state. No GPU is needed."""
+"""What the engine tests read of an engine: its logs of plans, and the blocks of a state. No GPU is needed."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.engine.plan_lines import exported, planned
-from tests.engine.run_arm import state_pages
+from tests.engine.run_arm import state_blocks
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm_kda_prefill.planning import Engine, Layout
 from vllm_kda_prefill.spans import mamba_managers
@@ -38,7 +38,7 @@ def test_a_rank_that_exports_something_else_shows(other):
 
 
 @pytest.mark.parametrize("dcp", [1, 2, 4])
-def test_a_states_pages_are_those_of_the_recurrent_groups(dcp):
+def test_a_states_blocks_are_those_of_the_recurrent_groups(dcp):
     engine = Engine.build(Layout(dcp=dcp, mtp=3), "coalesced")
     engine.add("a", list(range(8192)))
     while engine.scheduler.requests:
@@ -47,8 +47,8 @@ def test_a_states_pages_are_those_of_the_recurrent_groups(dcp):
     recurrent = [mamba.kv_cache_group_id for mamba in mamba_managers(manager)]
     blocks = manager.block_pool.blocks
     for position in (4096, 6144, 7680):
-        pages = state_pages(engine.scheduler, position)
-        assert sorted(get_group_id(blocks[page].block_hash) for page in pages) == sorted(recurrent)
-    assert state_pages(engine.scheduler, 512) == []
+        block_ids = state_blocks(engine.scheduler, position)
+        assert sorted(get_group_id(blocks[block_id].block_hash) for block_id in block_ids) == sorted(recurrent)
+    assert state_blocks(engine.scheduler, 512) == []
     if dcp == 1:  # An attention block ends there too.
         assert sum(block.block_hash_num_tokens == 7680 for block in blocks) > len(recurrent)

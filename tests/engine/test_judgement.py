@@ -65,7 +65,7 @@ class MadeUpArm:
 
 
 class MadeUpRuns:
-    """Stands in for `Runs`; `changed` replaces some arms."""
+    """A stub of `Runs`; `changed` replaces some arms."""
 
     def __init__(self, changed: dict[str, MadeUpArm]) -> None:
         own = {"stock again": NOISE, "stock triton": NOISE, "stock in chunks": NOISE}

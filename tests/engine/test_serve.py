@@ -35,7 +35,7 @@ LISTED = 200
 class Server:
     """A served model and its log."""
 
-    def __init__(self, folder: Path, pages: int) -> None:
+    def __init__(self, folder: Path, num_blocks: int) -> None:
         model = write_config(folder / "glm")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -47,7 +47,7 @@ class Server:
         command += ["--skip-tokenizer-init", "--load-format", "seeded", "--language-model-only"]
         command += ["--max-model-len", "20000", "--max-num-batched-tokens", "8192", "--max-num-seqs", "32"]
         command += ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--max-logprobs", str(LISTED)]
-        command += ["--gpu-memory-utilization", "0.1", "--num-gpu-blocks-override", str(pages)]
+        command += ["--gpu-memory-utilization", "0.1", "--num-gpu-blocks-override", str(num_blocks)]
         command += ["--kv-cache-memory-bytes", str(8 << 30), "--enforce-eager"]
         command += ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}']
         self.process = subprocess.Popen(
@@ -82,7 +82,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("serve"), pages=260)
+    server = Server(tmp_path_factory.mktemp("serve"), num_blocks=260)
     try:
         server.wait()
         yield server

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fork adds modules to stock vLLM and never replaces one.
 
-Most tests run in a Python of their own over a small stand-in for the stock package: importing vLLM takes
+Most tests run in a Python of their own over a small stub of the stock package: importing vLLM takes
 seconds and would tie them to what the fork holds today.
 """
 
@@ -56,7 +56,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 @pytest.fixture
 def stock(tmp_path: Path) -> Path:
-    """A site directory with a stand-in for the stock package."""
+    """A site directory with a stub of the stock package."""
     return write(
         tmp_path / "site",
         {
@@ -141,9 +141,7 @@ def test_starting_the_finder_imports_nothing_else(checkout: Path) -> None:
     assert run_python(code, checkout) == "kda_prefill_finder"
 
 
-def test_link_makes_a_site_directory_that_forked_and_spawned_processes_use(
-    stock: Path, checkout: Path, tmp_path: Path
-) -> None:
+def test_forked_and_spawned_processes_use_a_linked_directory(stock: Path, checkout: Path, tmp_path: Path) -> None:
     # -S: without the packages of this Python, where another checkout's finder may be started already.
     command = [sys.executable, "-S", "-m", "kda_prefill_finder", "--link", str(stock)]
     subprocess.run(command, cwd=checkout, check=True, capture_output=True)
@@ -191,7 +189,7 @@ def test_no_file_of_the_fork_has_the_path_of_a_stock_file() -> None:
     assert [str(path) for path in overlay_files() if str(path) in STOCK_FILES] == []
 
 
-def test_every_folder_is_either_a_stock_folder_or_a_package_of_the_fork() -> None:
+def test_every_folder_is_stocks_or_a_package_of_the_fork() -> None:
     """A folder without `__init__.py` must be stock's, one with it must not be: else it cannot be imported."""
     stock_folders = {str(parent) for name in STOCK_FILES for parent in Path(name).parents}
     wrong = {
@@ -224,7 +222,7 @@ def test_the_wheel_overwrites_no_stock_file(wheel_files: set[str]) -> None:
     assert wheel_files & STOCK_FILES == set()
 
 
-def test_the_wheel_holds_the_overlay_the_cli_and_the_kernel_sources(wheel_files: set[str]) -> None:
+def test_the_wheel_holds_overlay_cli_and_kernel_sources(wheel_files: set[str]) -> None:
     expected = {str(path) for path in overlay_files()}
     cli = CHECKOUT / "vllm_kda_prefill"
     expected |= {str(path.relative_to(CHECKOUT)) for path in cli.rglob("*.py")}
@@ -237,7 +235,7 @@ def test_the_wheel_holds_the_overlay_the_cli_and_the_kernel_sources(wheel_files:
     assert top_level <= {"vllm", "vllm_kda_prefill"}
 
 
-def test_the_wheel_holds_the_compiled_kernel_where_there_is_a_compiler(wheel_files: set[str]) -> None:
+def test_the_wheel_holds_the_kernel_where_there_is_a_compiler(wheel_files: set[str]) -> None:
     package = "vllm/model_executor/layers/mamba/ops/kda_prefill"
     has_compiler = runpy.run_path(str(CHECKOUT / package / "build.py"))["find_nvcc"]() is not None
     assert (f"{package}/libkda_prefill.so" in wheel_files) == has_compiler

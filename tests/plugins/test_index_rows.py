@@ -45,7 +45,7 @@ def test_with_another_deep_gemm_blocks_stay_of_1024_tokens(monkeypatch, tmp_path
     assert warnings == []
 
 
-def test_the_patch_stays_and_reaches_an_indexer_that_was_imported_before_or_is_after(monkeypatch):
+def test_the_patch_reaches_an_indexer_imported_before_or_after(monkeypatch):
     for module in (deep_gemm, indexer):
         monkeypatch.setattr(module, "get_paged_mqa_page_sizes", lambda: (64,))
     monkeypatch.delitem(sys.modules, index_rows.INDEXER)

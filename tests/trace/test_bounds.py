@@ -17,7 +17,7 @@ def unbounded(trace: Trace, unit: int = 512, lookahead: int = 0) -> list[int]:
     return [prompt.hit for prompt in in_units(trace, unit, lookahead)]
 
 
-def test_without_limit_a_prompt_finds_what_any_earlier_one_shares_but_never_its_last_token():
+def test_without_limit_a_prompt_finds_all_but_its_last_token():
     assert unbounded(make_trace(*BRANCH)) == [0, 2, 3]
     assert unbounded_tokens(in_units(make_trace(*BRANCH), 512, 0), 512) == 5 * 512
 
@@ -33,7 +33,7 @@ def test_a_unit_may_be_a_part_of_a_recorded_block_or_several():
     assert unbounded(trace, unit=128) == [0, 1]
 
 
-def test_where_hashes_look_ahead_a_block_counts_with_the_begin_of_the_next():
+def test_lookahead_hashes_need_the_begin_of_the_next_block():
     trace = make_trace(*BRANCH)
     # Blocks 2 and 3 are followed by other tokens; the last block by none, so that it has no hash.
     assert unbounded(trace, lookahead=3) == [0, 1, 3]
@@ -70,6 +70,6 @@ def test_attention_of_several_ranks_takes_a_part_of_a_block():
     assert foresight_tokens(prompts, 512, 4, 1 / 4, 2) == 4 * 512
 
 
-def test_foresight_with_room_finds_what_the_unbounded_cache_finds():
+def test_foresight_with_room_finds_what_no_limit_finds():
     prompts = in_units(make_trace(*BRANCH, (1024, [7, 8]), *BRANCH), 512, 0)
     assert foresight_tokens(prompts, 512, 1000, 1, 6) == unbounded_tokens(prompts, 512)

@@ -42,7 +42,7 @@ def test_json_of_every_arm_and_size(command, write):
     assert [row["cached_tokens"] for row in report["rows"][:2]] == [0, 6144]
 
 
-def test_pages_is_blocks(command, write):
+def test_the_old_flag_pages_means_blocks(command, write):
     status, out, _ = command(write(*LINES), "--pages", 300, "--policy", "ladder", "--json")
     assert status == 0
     assert [(row["blocks"], row["arm"]) for row in json.loads(out)["rows"]] == [(300, "stock"), (300, "ladder")]

@@ -28,7 +28,7 @@ def hits(trace: Trace) -> list[int]:
     return [512 * prompt.hit for prompt in in_units(trace, 512, 0)]
 
 
-def test_block_ids_are_equal_exactly_where_the_texts_are_up_to_there():
+def test_block_ids_are_equal_exactly_where_prefixes_are():
     writing = Writing(random.Random(0))
     one, other = writing.text(700), writing.text(400)
     first = writing.block_ids([one, other])
@@ -43,7 +43,7 @@ def test_block_ids_are_equal_exactly_where_the_texts_are_up_to_there():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_seed_gives_the_same_trace_in_the_order_of_its_times(kind):
+def test_a_seed_gives_the_same_trace_in_the_order_of_its_times(kind):
     lines = list(make_lines(kind, 50, seed=3))
     assert lines == list(make_lines(kind, 50, seed=3))
     assert len(lines) == 50
@@ -55,7 +55,7 @@ def test_another_seed_gives_another_trace(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_has_its_number_of_requests_and_prompts_that_can_be_served(make, kind):
+def test_a_kind_has_its_number_of_prompts_that_can_be_served(make, kind):
     trace = make(kind)
     assert len(trace.prompts) == KINDS[kind][1]
     assert trace.longest < 262_143
@@ -92,7 +92,7 @@ def test_the_last_104_640_tokens_are_rendered_anew(make):
     assert sum(part > 0 for part in parts) == 3
 
 
-def test_a_history_of_20_000_to_150_000_tokens_with_104_640_new_ones_behind_it(make):
+def test_histories_of_20_000_to_150_000_tokens_and_104_640_new(make):
     trace = make("rerender-long")
     lengths = [prompt.tokens for prompt in trace.prompts]
     assert (lengths[0], lengths[-1]) == (124_640, 254_640)

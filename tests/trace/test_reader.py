@@ -23,7 +23,7 @@ def turn(tokens: int, ids: list[int], t: float = 0) -> dict[str, object]:
     return {"t": t, "in": tokens, "out": 3, "hash_ids": ids}
 
 
-def test_mooncake_lines_share_nodes_exactly_where_all_ids_before_are_equal(write):
+def test_mooncake_lines_share_nodes_while_their_ids_are_equal(write):
     trace = read_traces([write(GOOD, mooncake_line(1500, [1, 3, 2], 2500), "", mooncake_line(700, [2, 1], 1000))])
     first, third, second = trace.prompts
     assert (first.tokens, second.tokens, third.tokens) == (1000, 1500, 700)
@@ -40,7 +40,7 @@ def test_gzip_is_told_by_content(tmp_path):
     assert read_traces([path]).tokens == 1000
 
 
-def test_prompts_of_several_files_share_blocks_and_are_sorted_by_time(write):
+def test_prompts_of_several_files_share_blocks_in_order_of_time(write):
     trace = read_traces([write(GOOD, mooncake_line(512, [1], 9), name="a"), write(GOOD, name="b")])
     assert [prompt.tokens for prompt in trace.prompts] == [1000, 1000, 512]
     assert trace.prompts[0].path == trace.prompts[1].path
@@ -60,7 +60,7 @@ def test_a_session_is_read_with_its_own_block_size(write):
     assert first.path[0] == second.path[0] == third.path[0]
 
 
-def test_a_session_may_leave_out_the_id_of_its_last_shorter_block(write):
+def test_a_session_may_leave_out_the_id_of_a_last_short_block(write):
     one, other = read_traces([write(session(turn(130, [5, 6]), turn(130, [5, 6])))]).prompts
     assert one.path[:2] == other.path[:2]
     assert len(one.path) == 3

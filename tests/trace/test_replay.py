@@ -42,7 +42,7 @@ def test_a_prompt_again_resumes_at_its_tail():
     assert (result.held_states, result.states.evicted) == (1, 0)
 
 
-def test_stock_finds_no_state_where_a_prompt_leaves_a_cached_one_and_keeps_one_there():
+def test_stock_finds_no_state_at_a_junction_and_keeps_one_there():
     result = serve("stock", BRANCH)
     assert result.cached_tokens == 0 + 0 + 7680
     assert result.computed_tokens == 3 * 8192 - 7680
@@ -71,7 +71,7 @@ def test_a_state_where_a_pass_ends_anyway_is_a_span_end():
     assert result.states.hits == {SPAN_END: 1}
 
 
-def test_states_are_kept_held_or_evicted_and_one_that_was_hit_is_no_waste():
+def test_a_state_is_kept_held_or_evicted_and_a_hit_one_no_waste():
     once = [(1025, [100 + 3 * number, 101 + 3 * number, 102 + 3 * number]) for number in range(20)]
     trace = make_trace((1025, [1, 2, 3]), (1025, [1, 2, 3]), *once)
     result = serve("stock", trace, layout=Layout(num_blocks=12))
@@ -195,7 +195,7 @@ def test_what_a_preempted_request_finds_of_its_own_is_no_hit(monkeypatch):
     assert result.steps == 9 + 1
 
 
-def test_a_cache_too_small_for_the_longest_prompt_is_refused_at_once():
+def test_a_cache_too_small_for_the_longest_prompt_is_refused():
     trace = make_trace((600, [7, 8]), (8192, MAIN))
     with pytest.raises(TraceError, match="12 blocks do not hold a prompt of 8192 tokens: give more blocks"):
         serve("ladder", trace, layout=Layout(num_blocks=12))

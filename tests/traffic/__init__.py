@@ -10,7 +10,7 @@
 | `soak.py`, `mutants.py` | random seeds for as long as wanted; planted faults that the suite must find |
 
 Most machines work at a sixteenth of the real sizes: Mamba blocks of 32 tokens, steps of 64 to 1,024, prompts of
-1,280 that conversations extend up to what the pool holds. `TrueSizeTraffic` runs fewer engines at the real sizes.
+1,280 that conversations extend up to what the pool holds. `RealSizeTraffic` runs fewer engines at the real sizes.
 """
 
 import vllm_kda_prefill.planning_platform  # noqa: F401  # Before the rest of vLLM.

@@ -13,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.traffic.world import Setting, World
 from vllm_kda_prefill.planning import Arm, Layout
 
-PAGE = 32
+BLOCK = 32
 MAX_MODEL_LEN = 4096
-TRUE_PAGE = 512
-LONGEST_TRUE = 40_000
+REAL_BLOCK = 512
+LONGEST_REAL = 40_000
 
 
 @st.composite
@@ -27,11 +27,11 @@ def layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
     """
     mtp = draw(st.sampled_from((0, 3)))
     attention = draw(st.sampled_from(attention_blocks))
-    dcp = draw(st.sampled_from((1, 2, 4) if attention <= PAGE else (2, 4)))
-    scheduler_block = max(attention * dcp, PAGE)
+    dcp = draw(st.sampled_from((1, 2, 4) if attention <= BLOCK else (2, 4)))
+    scheduler_block = max(attention * dcp, BLOCK)
     return Layout(
         attention_block=attention,
-        mamba_block=PAGE,
+        mamba_block=BLOCK,
         dcp=dcp,
         mtp=mtp,
         budget=draw(st.sampled_from((64, 160, 512))),
@@ -50,13 +50,13 @@ def layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
 def crowded_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
     """Engines where two requests fight for blocks, in short chunks and by priority."""
     return Layout(
-        attention_block=PAGE,
-        mamba_block=PAGE,
+        attention_block=BLOCK,
+        mamba_block=BLOCK,
         budget=128,
         num_blocks=draw(st.sampled_from((13, 17))),
         max_seqs=8,
         max_model_len=MAX_MODEL_LEN,
-        long_prefill_threshold=PAGE,
+        long_prefill_threshold=BLOCK,
         scheduling="priority",
     )
 
@@ -65,8 +65,8 @@ def crowded_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
 def wide_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
     """Engines whose attention blocks hold several states, so that most hits copy a block."""
     return Layout(
-        attention_block=PAGE,
-        mamba_block=PAGE,
+        attention_block=BLOCK,
+        mamba_block=BLOCK,
         dcp=4,
         mtp=draw(st.sampled_from((0, 3))),
         budget=1024,
@@ -80,8 +80,8 @@ def wide_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
 def fine_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
     """Engines with two attention blocks a Mamba block, where chunks and hits may end inside the latter."""
     return Layout(
-        attention_block=PAGE // 2,
-        mamba_block=PAGE,
+        attention_block=BLOCK // 2,
+        mamba_block=BLOCK,
         mtp=draw(st.sampled_from((0, 3))),
         budget=draw(st.sampled_from((80, 528))),
         num_blocks=draw(st.sampled_from((80, 300))),
@@ -89,21 +89,21 @@ def fine_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
         retention_interval=None,
         max_seqs=4,
         max_model_len=MAX_MODEL_LEN,
-        long_prefill_threshold=draw(st.sampled_from((0, 3 * PAGE // 2))),
+        long_prefill_threshold=draw(st.sampled_from((0, 3 * BLOCK // 2))),
     )
 
 
 @st.composite
-def true_size_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
+def real_size_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
     """Engines of the real sizes, with pools that hold one prompt of the longest and little more."""
     dcp = draw(st.sampled_from((1, 2, 4)))
     return Layout(
-        attention_block=TRUE_PAGE,
-        mamba_block=TRUE_PAGE,
+        attention_block=REAL_BLOCK,
+        mamba_block=REAL_BLOCK,
         dcp=dcp,
         mtp=draw(st.sampled_from((3, 0))),
         budget=8192,
-        num_blocks=LONGEST_TRUE // (TRUE_PAGE * dcp) + draw(st.sampled_from((24, 60))),
+        num_blocks=LONGEST_REAL // (REAL_BLOCK * dcp) + draw(st.sampled_from((24, 60))),
         mamba_groups=draw(st.sampled_from((1, 2))),
         retention_interval=draw(st.sampled_from((0, None))),
         max_seqs=8,
@@ -113,15 +113,15 @@ def true_size_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layou
 
 def scaled(low: int, high: int) -> st.SearchStrategy[int]:
     """Tokens up to `high`, or as many more as the machine's blocks are larger than 32 tokens."""
-    return st.runner().flatmap(lambda machine: st.integers(low, high * machine.page // PAGE))
+    return st.runner().flatmap(lambda machine: st.integers(low, high * machine.block // BLOCK))
 
 
 def _lengths(machine: Traffic) -> st.SearchStrategy[int]:
-    page, longest = machine.page, machine.longest
+    block, longest = machine.block, machine.longest
     return st.one_of(
-        st.integers(1, 3 * page + 4),
-        st.integers(5 * page, longest),
-        st.builds(lambda pages, off: pages * page + off, st.integers(2, longest // page), st.integers(-2, 5)),
+        st.integers(1, 3 * block + 4),
+        st.integers(5 * block, longest),
+        st.builds(lambda blocks, off: blocks * block + off, st.integers(2, longest // block), st.integers(-2, 5)),
     )
 
 
@@ -137,10 +137,10 @@ class Traffic(RuleBasedStateMachine):
     """Random traffic on one engine. Every check is made by the world, after each step."""
 
     arm: ClassVar[Arm] = "coalesced"
-    page: ClassVar[int] = PAGE
+    block: ClassVar[int] = BLOCK
     longest: ClassVar[int] = 1280
     """Tokens of the longest prompt that shares nothing."""
-    attention_blocks: ClassVar[Sequence[int]] = (PAGE, PAGE, PAGE // 2, 2 * PAGE)
+    attention_blocks: ClassVar[Sequence[int]] = (BLOCK, BLOCK, BLOCK // 2, 2 * BLOCK)
     engines: ClassVar[Any] = staticmethod(layouts)
     totals: ClassVar[Any] = None
     """A Counter that sums what all examples did, if set."""
@@ -180,7 +180,7 @@ class Traffic(RuleBasedStateMachine):
         text = self._known(place)
         leave = at % len(text) + 1
         if at % 3:
-            leave = leave // self.page * self.page + off
+            leave = leave // self.block * self.block + off
         self.world.arrive(text[: max(leave, 0)] + self.world.words(added), outputs, priority)
 
     @has_texts
@@ -191,7 +191,7 @@ class Traffic(RuleBasedStateMachine):
         for tail in range(count):
             self.world.arrive(text + self.world.words(added + 7 * tail), 1)
 
-    @rule(length=scaled(4 * PAGE, 20 * PAGE), urgent=st.lists(scaled(1, 2 * PAGE), min_size=1, max_size=4))
+    @rule(length=scaled(4 * BLOCK, 20 * BLOCK), urgent=st.lists(scaled(1, 2 * BLOCK), min_size=1, max_size=4))
     def crowd(self, length: int, urgent: list[int]) -> None:
         """While a long prompt of no importance is computed, short urgent ones come and go on for long."""
         self.world.arrive(self.world.words(length), 1, 2)
@@ -259,7 +259,7 @@ class Traffic(RuleBasedStateMachine):
     def slip_in(self, tokens: int, outputs: int) -> None:
         """A prompt of next to nothing, while another request decodes and nobody prefills."""
         self.world.drain()
-        self.world.arrive(self.world.words(PAGE), 45)
+        self.world.arrive(self.world.words(BLOCK), 45)
         for _ in range(3):
             self.world.step()
         self.world.arrive(self.world.words(tokens), outputs)
@@ -281,7 +281,7 @@ class StockTraffic(Traffic):
 
     arm = "stock"
     # Stock's blocks are equally long: it lengthens the attention block until it is as large as a state.
-    attention_blocks = (PAGE,)
+    attention_blocks = (BLOCK,)
 
 
 class CrowdedTraffic(Traffic):
@@ -301,22 +301,22 @@ class FineTraffic(Traffic):
 
     engines = staticmethod(fine_layouts)
 
-    @rule(pages=st.integers(1, 6), added=st.integers(1, 400))
-    def go_on_inside_a_page(self, pages: int, added: int) -> None:
+    @rule(blocks=st.integers(1, 6), added=st.integers(1, 400))
+    def go_on_inside_a_block(self, blocks: int, added: int) -> None:
         """A prompt that ends inside a Mamba block, and one that goes on from there."""
-        text = self.world.words(pages * PAGE + PAGE // 2 + 5)
+        text = self.world.words(blocks * BLOCK + BLOCK // 2 + 5)
         self.world.drain()
         self.world.arrive(text)
         self.world.drain()
         self.world.arrive(text + self.world.words(added))
 
 
-class TrueSizeTraffic(Traffic):
+class RealSizeTraffic(Traffic):
     """Traffic at the real sizes: blocks of 512 tokens, steps of 8,192, prompts of up to 40,000."""
 
-    engines = staticmethod(true_size_layouts)
-    page = TRUE_PAGE
-    longest = LONGEST_TRUE
+    engines = staticmethod(real_size_layouts)
+    block = REAL_BLOCK
+    longest = LONGEST_REAL
 
 
 class StockPlainTraffic(StockTraffic):

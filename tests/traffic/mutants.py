@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tests.traffic.machine import PAGE
+from tests.traffic.machine import BLOCK
 from tests.traffic.suite import EXAMPLES, run
 from tests.traffic.world import Setting, World
 from vllm.v1.attention.backends.checkpoint_rows import CheckpointRows
@@ -254,7 +254,7 @@ MUTANTS: dict[str, Plant] = {
 
 def check_reuse() -> None:
     """Nothing is missing either: a prompt's checkpoints and a junction are there for whoever leaves it."""
-    world = World(Setting(Layout(attention_block=PAGE, mamba_block=PAGE, budget=1024, max_model_len=4096)))
+    world = World(Setting(Layout(attention_block=BLOCK, mamba_block=BLOCK, budget=1024, max_model_len=4096)))
     prompt = world.words(512)
     world.arrive(prompt)
     world.drain()

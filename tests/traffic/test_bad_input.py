@@ -20,9 +20,9 @@ LAYOUT = Layout(attention_block=32, mamba_block=32, budget=512, num_blocks=60, m
 
 def memory(worker: ToyWorker) -> list[bytes]:
     """Every bit of the KV cache and of its shadow."""
-    pages = worker.blocks
-    shadows = (pages.row_shadow, pages.state_shadow, pages.window_shadow, pages.group)
-    return [array.tobytes() for array in (pages._buffer.view(torch.int64).numpy(), *shadows)]
+    blocks = worker.blocks
+    shadows = (blocks.row_shadow, blocks.state_shadow, blocks.window_shadow, blocks.group)
+    return [array.tobytes() for array in (blocks._buffer.view(torch.int64).numpy(), *shadows)]
 
 
 class Step:
@@ -37,7 +37,7 @@ class Step:
         self.first, self.second = world.arrive(world.words(200)), world.arrive(world.words(150))
         self.output = world.server.schedule()
         self.worker = world.server.worker
-        # Fresh pages are zeroed before anything else, as the scheduler asks: whatever the plans say.
+        # Fresh blocks are zeroed before anything else, as the scheduler asks: whatever the plans say.
         self.worker.blocks.clear(self.output.new_block_ids_to_zero or [])
         self.before = memory(self.worker)
 
@@ -51,9 +51,9 @@ class Step:
         plan.__dict__.update(vars(self.plans[self.first]) | changes)
         self.plans[self.first] = pickle.loads(pickle.dumps(plan))
 
-    def replace_page(self, page: Any) -> None:
-        """Give the first request's shallowest state another page."""
-        self.edit(block_ids={group: (page, *pages[1:]) for group, pages in self.plans[self.first].block_ids.items()})
+    def replace_block(self, block_id: Any) -> None:
+        """Give the first request's shallowest state another block."""
+        self.edit(block_ids={group: (block_id, *own[1:]) for group, own in self.plans[self.first].block_ids.items()})
 
     def refuse(self, match: str) -> None:
         with pytest.raises(PlanMismatchError, match=match) as refusal:
@@ -97,26 +97,28 @@ def test_a_later_span(step):
     step.refuse(rf"request {step.first} for \[32, 232\) .*computes \[0, 200\) in 200 packed tokens")
 
 
-@pytest.mark.parametrize("page", [60, 10**6, 2**40])
-def test_page_past_the_cache(step, page):
-    step.replace_page(page)
-    step.refuse(rf"request {step.first} .*block {page} is not one of the blocks 1 to 59")
+@pytest.mark.parametrize("block_id", [60, 10**6, 2**40])
+def test_block_past_the_cache(step, block_id):
+    step.replace_block(block_id)
+    step.refuse(rf"request {step.first} .*block {block_id} is not one of the blocks 1 to 59")
 
 
-@pytest.mark.parametrize("page", [0, -1, True, 7.0, np.int64(7), "7", None, [7]])
-def test_page_that_is_no_page_number(step, page):
-    step.replace_page(page)
-    step.refuse(rf"request {step.first}: KV cache group 1: block .*{str(page).strip('[]')}.* is not a block of its own")
+@pytest.mark.parametrize("block_id", [0, -1, True, 7.0, np.int64(7), "7", None, [7]])
+def test_block_id_that_is_no_number_of_a_block(step, block_id):
+    step.replace_block(block_id)
+    step.refuse(
+        rf"request {step.first}: KV cache group 1: block .*{str(block_id).strip('[]')}.* is not a block of its own"
+    )
 
 
-def test_page_of_another_plan(step):
-    page = step.plans[step.second].block_ids[1][0]
-    step.replace_page(page)
-    step.refuse(f"block {page} is request {step.first}'s destination too")
+def test_block_of_another_plan(step):
+    block_id = step.plans[step.second].block_ids[1][0]
+    step.replace_block(block_id)
+    step.refuse(f"block {block_id} is request {step.first}'s destination too")
 
 
 @pytest.mark.parametrize(
-    ("pages", "match"),
+    ("block_ids", "match"),
     [
         ({7: (40, 41)}, r"blocks for KV cache groups \[7\], the worker has \[1\]"),
         ({1: (40, 41), 2: (42, 43)}, r"blocks for KV cache groups \[1, 2\], the worker has \[1\]"),
@@ -128,16 +130,16 @@ def test_page_of_another_plan(step):
         (None, "at least one KV cache group, got None"),
     ],
 )
-def test_pages_that_are_no_pages_of_the_workers_groups(step, pages, match):
-    step.edit(positions=(128, 160), block_ids=pages)
+def test_blocks_that_are_not_of_the_workers_groups(step, block_ids, match):
+    step.edit(positions=(128, 160), block_ids=block_ids)
     step.refuse(rf"request {step.first}.*{match}")
 
 
-def test_page_that_the_step_reads(step):
+def test_block_that_the_step_reads(step):
     new = {new.req_id: new for new in step.output.scheduled_new_reqs}
-    page = new[step.second].block_ids[0][0]
-    step.replace_page(page)
-    with pytest.raises(AssertionError, match=f"exports go to blocks .{page}., which the same step reads or writes"):
+    block_id = new[step.second].block_ids[0][0]
+    step.replace_block(block_id)
+    with pytest.raises(AssertionError, match=f"exports go to blocks .{block_id}., which the same step reads or writes"):
         step.worker.execute(step.output)
     assert memory(step.worker) == step.before
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Preloaded, it lets the host code of vLLM's DeepGEMM believe in a GB10 (SM121). With NO_GPU it also stands in for what
-// that code asks of PyTorch and the CUDA runtime, so that it runs on a machine without a GPU.
+// Preloaded, it lets the host code of vLLM's DeepGEMM believe in a GB10 (SM121). With NO_GPU it is also a stub of what that
+// code asks of PyTorch and the CUDA runtime, so that it runs on a machine without a GPU.
 #include <cstdlib>
 #include <cuda_runtime_api.h>
 

@@ -180,7 +180,7 @@ def hopper(tmp_path_factory):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "queries"), SHAPES)
-def test_tiles_of_32_rows_score_as_the_reference_and_as_tiles_of_64(hopper, heads, queries):
+def test_tiles_of_32_rows_score_as_the_reference_and_tiles_of_64(hopper, heads, queries):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("builds the kernel for Hopper")
     found = hopper(32, heads, queries)

@@ -182,7 +182,7 @@ def preempted_by_a_long_prompt(arm: Arm, num_blocks: int, num_short: int) -> set
 
 
 @pytest.mark.parametrize("num_short", [2, 4])
-def test_decoding_requests_keep_the_pages_they_grow_into(num_short: int) -> None:
+def test_decoding_requests_keep_the_blocks_they_grow_into(num_short: int) -> None:
     """A span that runs on holds its blocks a step earlier; whoever decodes meanwhile still finds the next one."""
     for num_blocks in range(46, 62):
         stock, ours = (preempted_by_a_long_prompt(arm, num_blocks, num_short) for arm in ("stock", "coalesced"))

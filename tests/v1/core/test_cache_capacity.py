@@ -240,7 +240,7 @@ def test_index_rows_stay_addressable(split, capability, sizes, rows):
     others = [caches[name] for name in specs if name.endswith("mla_attn")]
     assert all((cache == 0).all() for cache in others)
     for cache in others if capability == 12 else ():
-        # As FLASHINFER_MLA_SPARSE_SM120 reads it: pages of 64 tokens, whole ones from block to block.
+        # As FLASHINFER_MLA_SPARSE_SM120 reads it: blocks of 64 tokens, whole ones from block to block.
         tokens, stride = flat_kv_row_view(cache.squeeze(1), cache.shape[2])
         assert tokens.shape[0] % 64 == stride % 64 == 0
         assert tokens.shape[1] == ROW_BYTES_ON_SM12X

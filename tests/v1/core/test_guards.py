@@ -149,7 +149,7 @@ class TestHitInsideABlock:
 
     layout = Layout(attention_block=512, mamba_block=1024, retention_interval=None)
 
-    def test_a_resumed_page_is_filled_before_the_query_goes_on(self, states: Any) -> None:
+    def test_a_resumed_block_is_filled_before_the_query_goes_on(self, states: Any) -> None:
         worker = states.ShadowWorker(Engine.build(self.layout))
         assert self.run(worker) == [{"b": 512}, {"b": 4576}]
 

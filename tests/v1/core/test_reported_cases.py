@@ -56,7 +56,7 @@ class TestRetentionInterval:
     """Right: with an interval of 2,048, a chunk keeps the state at each multiple of 2,048 that it crosses."""
 
     def first_chunk(self, arm: Arm, states: Any) -> list[int]:
-        # The rungs of 32,768 tokens start at 16,384, past the chunk of 10,240: only the interval asks for states.
+        # The checkpoints of 32,768 tokens start at 16,384, past the chunk of 10,240: only the interval asks for states.
         engine = Engine.build(Layout(budget=10_240, retention_interval=2048), arm)
         request = engine.add("a", words(32_768))
         assert engine.step().num_scheduled_tokens == {"a": 10_240}
@@ -118,7 +118,7 @@ class TestSharedPrefixOf16384:
 
     @pytest.mark.parametrize("tail", [200, 1000, 2000, 3000])
     def test_the_second_sibling_finds_it_already(self, tail: int, states: Any) -> None:
-        # 14,336 is a rung of each of these prompts: E - 2,048 or E - 4,096, lowered to a multiple of 2,048.
+        # 14,336 is a checkpoint of each of these prompts: E - 2,048 or E - 4,096, lowered to a multiple of 2,048.
         engine, served = siblings(self.layout, "coalesced", 16_384, tail)
         assert hits(served) == [0, 14_336, 14_336]
         assert [one.spans for one in served[1:]] == [[2048 + tail]] * 2
@@ -182,14 +182,14 @@ class TestSharedLengths:
         self, arm: Arm, dcp: int, mtp: int, shared: int, junction: int, states: Any
     ) -> None:
         engine, served = siblings(Layout(dcp=dcp, mtp=mtp), arm, shared, 4000)
-        # What the second finds of the first is a rung below the junction: of 9,120 tokens E - 8,192 = 1,024, on one
-        # rank. A rung at the junction itself (E - 4,096 = 5,120, or 4,096 with DCP4) is found at once.
-        rung = junction if junction != 4608 else 1024
-        assert hits(served) == [0, rung if arm == "coalesced" else 0, junction]
+        # What the second finds of the first is a checkpoint below the junction: of 9,120 tokens E - 8,192 = 1,024, on
+        # one rank. A checkpoint at the junction itself (E - 4,096 = 5,120, or 4,096 with DCP4) is found at once.
+        checkpoint = junction if junction != 4608 else 1024
+        assert hits(served) == [0, checkpoint if arm == "coalesced" else 0, junction]
         assert junction in states.retained(engine, served[1].request)
 
     def test_a_junction_costs_no_query_of_its_own(self) -> None:
-        # Resumed at the rung 1,024, the second exports 4,608 inside the one query that runs to its end.
+        # Resumed at the checkpoint 1,024, the second exports 4,608 inside the one query that runs to its end.
         _, served = siblings(Layout(mtp=3), "coalesced", 5120, 4000)
         assert served[1].spans == [9120 - 1024]
         _, served = siblings(Layout(mtp=3), "stock", 5120, 4000)

@@ -101,7 +101,7 @@ def test_plans_survive_the_way_to_a_worker_process():
 
 
 @pytest.mark.parametrize(
-    ("pages", "message"),
+    ("block_ids", "message"),
     [
         ({}, "at least one KV cache group"),
         ({1: (10,)}, "1 blocks for 4 checkpoint positions"),
@@ -111,6 +111,6 @@ def test_plans_survive_the_way_to_a_worker_process():
         ({1: (10, 11, 12, 13.0)}, r"block 13\.0 is not a block of its own"),
     ],
 )
-def test_a_plan_owns_a_page_of_every_group_for_each_position(pages, message):
+def test_a_plan_owns_a_block_of_every_group_for_each_position(block_ids, message):
     with pytest.raises(ValueError, match=message):
-        PrefillPlan(512, 8704, (4608, 6656, 7680, 8192), pages)
+        PrefillPlan(512, 8704, (4608, 6656, 7680, 8192), block_ids)

@@ -5,21 +5,21 @@ from __future__ import annotations
 
 import pytest
 
-from tests.traffic.machine import LONGEST_TRUE, TRUE_PAGE, TrueSizeTraffic
+from tests.traffic.machine import LONGEST_REAL, REAL_BLOCK, RealSizeTraffic
 from tests.traffic.suite import run
 from tests.traffic.world import Setting, World
 from vllm_kda_prefill.planning import Layout
 
 
 def test_nothing_wrong_is_ever_served():
-    run(TrueSizeTraffic, examples=3, steps=10)
+    run(RealSizeTraffic, examples=3, steps=10)
 
 
 @pytest.mark.parametrize(("dcp", "asynchronous", "resumed"), [(1, True, 32_256), (2, False, 31_744), (4, True, 30_720)])
 def test_whoever_leaves_40000_tokens_resumes_at_a_checkpoint(dcp, asynchronous, resumed):
-    layout = Layout(TRUE_PAGE, TRUE_PAGE, dcp=dcp, mtp=3, num_blocks=200, mamba_groups=2, max_model_len=65536)
+    layout = Layout(REAL_BLOCK, REAL_BLOCK, dcp=dcp, mtp=3, num_blocks=200, mamba_groups=2, max_model_len=65536)
     world = World(Setting(layout, asynchronous=asynchronous))
-    prompt = world.words(LONGEST_TRUE)
+    prompt = world.words(LONGEST_REAL)
     world.arrive(prompt, outputs=20)
     world.drain()
     world.arrive(prompt[:33_000] + world.words(1000), outputs=20)
