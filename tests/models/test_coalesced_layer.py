@@ -168,7 +168,7 @@ def test_without_plans_stocks_call_runs_or_the_chosen_kernel(layer, batch, copie
 
     monkeypatch.setattr(Glm5NextLinearAttention, "_flashkda_prefill", stock)
     answer, _, windows = prefill(layer, batch, None)
-    if layer.kda_prefill.exports_only:
+    if layer.kda_prefill.defers_to_stock:
         assert answer == ("out", "final")
         given = called[0][5]
         assert torch.equal(given, gather(batch.pool_before, batch.inputs.state_indices, batch.inputs.has_initial_state))
@@ -277,7 +277,7 @@ def test_stocks_forward_copies_states_only_where_needed(layer, copies, monkeypat
     torch.testing.assert_close(out[step.places], expected.out[0], rtol=0.02, atol=0.02)
     assert (out[LENS[0] : LENS[0] + verify_tokens] == 5.0).all()
     torch.testing.assert_close(batch.pool, expected.pool, rtol=1e-3, atol=1e-3)
-    leaves_it_to_stock = layer.kda_prefill.exports_only and not exports
+    leaves_it_to_stock = layer.kda_prefill.defers_to_stock and not exports
     assert copies == (["gather", "scatter"] if leaves_it_to_stock else [])
 
 

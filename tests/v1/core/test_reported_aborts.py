@@ -162,7 +162,9 @@ class TestStepsThatFaultToleranceDrops:
 
     def test_they_are_forgotten(self, states: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         worker = self.drop_a_step("coalesced", states, monkeypatch)
-        assert not list(states.entries(worker.scheduler.kv_cache_manager.block_pool))
+        manager = worker.scheduler.kv_cache_manager
+        assert not list(states.entries(manager.block_pool))
+        assert manager.eviction.levels()["probationary_blocks"] == 0
         # The next request computes all of it, in the budgets of a cold prompt.
         worker.add("c", list(range(16_000)))
         answer = worker.step()

@@ -88,6 +88,18 @@ def test_after_a_reset_every_free_block_is_empty() -> None:
     assert queue.num_probationary == 0
 
 
+def test_after_all_entries_are_dropped_no_mark_is_left() -> None:
+    pool, queue = make_pool()
+    order = fill(pool, queue, probationary={2, 5})
+    in_use = pool.blocks[order[5]]
+    pool.touch([in_use])
+    queue.mark_probationary(in_use)
+    pool.evict_blocks({block.block_id for block in pool.blocks})
+    queue.forget()
+    pool.free_blocks([in_use])
+    assert queue.num_probationary == 0
+
+
 def test_a_hit_makes_an_entry_protected() -> None:
     pool, queue = make_pool()
     order = fill(pool, queue, probationary={2})

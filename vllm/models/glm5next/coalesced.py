@@ -72,7 +72,10 @@ def _store_final_states(pool: torch.Tensor, final: torch.Tensor | None, indices:
 
 
 def _with_names(function: Any, **names: Any) -> Any:
-    """A stock function in which some module-level names mean something else; stock's own is not touched."""
+    """A stock function in which some module-level names mean something else; stock's own is not touched.
+
+    The other names are those of the time of this call: what is rebound in stock's module later is not seen.
+    """
     function = function.__wrapped__
     globals_ = {**function.__globals__, **names}
     return FunctionType(function.__code__, globals_, function.__name__, function.__defaults__, function.__closure__)
@@ -145,10 +148,12 @@ class CoalescedLinearAttention(Glm5NextLinearAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the provider, or stock's own call where that is the same kernel and nothing is exported.
 
+        The name is stock's: `_forward` calls it for whichever provider there is.
+
         Returns:
             The output, and the final state of each row where it is still to be written to the pool.
         """
-        if checkpoint is None and self.kda_prefill.exports_only:
+        if checkpoint is None and self.kda_prefill.defers_to_stock:
             return super()._flashkda_prefill(q, k, v, g, beta, initial_state.gather(), cu_seqlens, out)
         assert checkpoint is None or isinstance(checkpoint, PlannedCheckpointMetadata)
         *workspace, workspace_out = current_workspace_manager().get_simultaneous(*self._workspace_specs())

@@ -170,13 +170,13 @@ def _warn_unless_qualified(vllm_config: VllmConfig) -> None:
     )
     qualified = (
         parallel.tensor_parallel_size == 4
-        and parallel.decode_context_parallel_size in (1, 2, 4)
+        and parallel.decode_context_parallel_size == 1
         and draft_tokens in (0, 3)
         and vllm_config.scheduler_config.max_num_batched_tokens == 8192
     )
     if not qualified:
         logger.warning_once(
-            "KDA prefill coalescing is qualified for TP4 with DCP 1, 2 or 4, no or 3 draft tokens and a budget of 8192 "
+            "KDA prefill coalescing is meant for TP4 with DCP1, no or 3 draft tokens and a budget of 8192 "
             "tokens; this engine has %s",
             setting,
         )

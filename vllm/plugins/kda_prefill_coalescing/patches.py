@@ -189,6 +189,8 @@ PATCHES = (
             "vllm.models.glm5next.common.kda:Glm5NextLinearAttention": "4164dd69ce7117d1",
             "vllm.model_executor.custom_op:PluggableLayer": "3244520d0a1a1f26",
             "vllm.compilation.breakable_cudagraph:eager_break_during_capture": "59d8049822d7fe71",
+            "vllm.model_executor.layers.mamba.ops.gather_initial_states:gather_initial_states": "b0d69d2952420a27",
+            "vllm.model_executor.layers.mamba.ops.scatter_states:scatter_states": "2d759be9fe05b9c7",
         },
     ),
     Patch(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+from vllm.v1.core import stock_guards
 from vllm.v1.core.cache_groups import CacheGroups
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -152,6 +153,11 @@ class CoalescingKVCacheManager(KVCacheManager):
         """Learn from what a request finds in the cache, before it is given blocks of its own."""
         if self.prefix_cache_lookup_enabled(request):
             self.eviction.learn_from(request, num_hit_tokens)
+
+    def forget_dropped_steps(self) -> None:
+        """Take every entry out of the prefix cache: steps that were scheduled may never have run."""
+        stock_guards.forget_dropped_steps(self.block_pool)
+        self.eviction.forget_entries()
 
     def reset_prefix_cache(self) -> bool:
         done = super().reset_prefix_cache()

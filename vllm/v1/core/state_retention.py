@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which recurrent states a prefill retains: arithmetic over token counts, no torch and no vLLM.
+"""Which recurrent states a prefill retains: plain arithmetic over token counts.
 
 Two questions, one type each:
 
 - where can a prefix-cache lookup resume at all: `LookupGrid`
 - which states of a prompt are worth keeping, and which of them does one query export: `Retention`
 
-All positions and sizes are absolute token counts. A position `p` names the state after exactly `p` tokens.
+All positions and sizes are absolute token counts. A position `p` names the state after exactly `p` tokens. The
+words (tail, junction, protected) are those of the glossary in docs/design.md.
 """
 
 from __future__ import annotations
@@ -71,7 +72,11 @@ class LookupGrid:
 
     @property
     def _residue(self) -> int:
-        """What reachable positions leave over a whole number of attention blocks, as a distance below one."""
+        """How far reachable positions lie below whole attention blocks.
+
+        A lookup that drops its last unit (`drop_block`) still finds the whole attention block and gives back one
+        `hit_alignment`: with attention blocks of 2,048 tokens and hits on 512, it ends at 1,536, 3,584, ...
+        """
         return self.hit_alignment if self.drop_block and self.hit_alignment < self.attention_block else 0
 
     @property

@@ -66,8 +66,8 @@ class TieredFreeQueue:
         state takes blocks without an entry and the oldest probationary ones.
 
         Returns:
-            Whether the next `count` blocks are the state's. If not, the queue is as it was: the state would have to
-            push out protected entries beyond the quota.
+            Whether the next `count` blocks are the state's: take them before anything else is taken or freed. If not,
+            the queue is as it was: the state would have to push out protected entries beyond the quota.
         """
         own = self.num_probationary
         within = own + count <= self.quota.blocks
@@ -87,7 +87,8 @@ class TieredFreeQueue:
         return count <= 0
 
     def forget(self) -> None:
-        """Every entry of a free block has been dropped: all free blocks are empty, in the order of their tiers."""
+        """Every entry has been dropped: all free blocks are empty, in the order of their tiers."""
+        self._probationary.clear()
         count = self.num_free_blocks
         tiers = (Tier.EMPTY, Tier.PROBATIONARY, Tier.PROTECTED)
         self._put(self._take(count, *((tier, count) for tier in tiers)), Tier.EMPTY)

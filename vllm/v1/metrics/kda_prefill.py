@@ -30,7 +30,7 @@ def _registered(kind: type[Metric], name: str, documentation: str, *labels: str,
 COUNTERS = {
     "spans": ("spans_coalesced", "Prefill spans that ran without a stop for a state."),
     "states": ("states_exported", "States exported from inside a query."),
-    "not_exported": ("states_not_exported", "Wanted states that found no block."),
+    "not_exported": ("states_not_exported", "Wanted states that found no block, or were cached already."),
 }
 GAUGES = {
     "probationary_blocks": ("probationary_blocks", "Free blocks that hold a probationary state."),

@@ -239,7 +239,7 @@ class CoalescingScheduler(Scheduler):
         finished = super().finish_requests(request_ids, finished_status)
         # How the engine core recovers from a fault, and how it pauses: the two cannot be told apart here.
         if request_ids is None and self.parallel_config.enable_fault_tolerance:
-            stock_guards.forget_dropped_steps(self.kv_cache_manager.block_pool)
+            self.kv_cache_manager.forget_dropped_steps()
         return finished
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:

@@ -80,12 +80,12 @@ class KDAPrefill(ABC):
 
     Attributes:
         name: What the log calls it.
-        exports_only: Whether a layer leaves a batch without checkpoints to its stock kernel, because the provider
+        defers_to_stock: Whether a layer leaves a batch without checkpoints to its stock kernel, because the provider
             is that kernel with more launches.
     """
 
     name: str
-    exports_only: bool = False
+    defers_to_stock: bool = False
 
     @abstractmethod
     def workspace_specs(self) -> tuple[WorkspaceSpec, ...]:

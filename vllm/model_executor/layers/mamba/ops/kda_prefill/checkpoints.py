@@ -25,7 +25,8 @@ class CheckpointMetadata(Protocol):
         host_query_lens: Tokens of each row.
         host_state_indices: The state indices on the host; None where only the device knows them.
         validated_for: Rows, states of the pool and tokens for which `validate_checkpoints` found this object
-            right; None at first. All layers of a step share one object, and it is read once.
+            right; None at first. All layers of a step share one object, and it is read once. To change a field,
+            make a new object with `dataclasses.replace`, which is checked anew.
     """
 
     validated_for: tuple[int, int, int] | None

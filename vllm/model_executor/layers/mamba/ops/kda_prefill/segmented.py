@@ -82,7 +82,7 @@ class SegmentedKDAPrefill(KDAPrefill):
         max_num_seqs: Most rows of one batch; it sizes the workspace.
     """
 
-    exports_only = True
+    defers_to_stock = True
 
     def __init__(self, launcher: Launcher, *, num_heads: int, max_num_tokens: int, max_num_seqs: int) -> None:
         self.name = launcher.name
