@@ -20,7 +20,7 @@ from vllm.v1.core import stock_guards
 from vllm.v1.core.admission_room import has_room
 from vllm.v1.core.coalescing_kv_cache_manager import BlockIds, CoalescingKVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
-from vllm.v1.core.prefill_plan import PLANS_ATTRIBUTE, PrefillPlan
+from vllm.v1.core.prefill_plan import MAX_CHECKPOINTS, PLANS_ATTRIBUTE, PrefillPlan
 from vllm.v1.core.prefill_plan_stats import Fallback, PrefillPlanStats
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -58,13 +58,14 @@ class CoalescingScheduler(Scheduler):
         self._step: dict[str, StepPrefill] = {}
         logger.info(
             "KDA prefill coalescing: blocks of %d tokens (lookup %d, scheduler %d, attention block %d), "
-            "policy %s, retention interval %s",
+            "policy %s, retention interval %s, up to %d states a query span",
             grid.mamba_block,
             grid.hit_alignment,
             grid.scheduler_block,
             grid.attention_block,
             self.retention.policy,
             self.retention.interval,
+            MAX_CHECKPOINTS,
         )
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
