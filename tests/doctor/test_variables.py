@@ -112,7 +112,7 @@ def test_vllms_own_variables_that_cannot_be_read_are_named():
     assert "VLLM_A='abc'" in found.message
 
 
-def test_the_environment_is_usable_inside_and_as_it_was_afterwards(clean):
+def test_the_environment_is_usable_inside_and_unchanged_after(clean):
     values = {GATE: "maybe", RETENTION: "x", SPLIT_TARGET: "7", SPLIT_MAMBA: "512", "VLLM_BATCH_INVARIANT": "abc"}
     for name, value in values.items():
         clean.setenv(name, value)

@@ -27,9 +27,9 @@ WORDS = {
 }
 UPSTREAM = re.compile(
     r"(?<!\w)(\w*page_size_(bytes|padded)|get_paged_mqa_page_sizes|max_state_slots|slot_mappings?|allocate_slots|"
-    r"slots=True|HTML page|--pages?)(?!\w)"
+    r"slots=True|HTML page|the page cache|--pages?)(?!\w)"
 )
-"""Names of vLLM, b12x and Python, a page to read, and flags that keep their names."""
+"""Names of vLLM, b12x, Python and Linux, a page to read, and flags that keep their names."""
 
 BELOW = {
     "vllm.v1.core": ("vllm.plugins", "vllm.v1.worker", "vllm.v1.attention", "vllm.models"),

@@ -104,7 +104,7 @@ def test_stock_merges_the_numbers_of_rows_that_are_let_through(monkeypatch, rows
             check(on_a_gpu, indices, rows)
 
 
-def test_the_cache_dtypes_of_sm10x_are_those_of_stocks_backends_with_dcp():
+def test_sm10x_cache_dtypes_are_those_of_stocks_dcp_backends():
     names = ("FLASHINFER_MLA_SPARSE", "FLASHMLA_SPARSE")
     backends = [AttentionBackendEnum[name].get_class() for name in names]
     assert all(backend.supports_dcp() for backend in backends)

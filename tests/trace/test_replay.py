@@ -116,7 +116,7 @@ def test_counts_are_those_of_the_cache_itself(arm, layout, monkeypatch):
     assert result.states.evicted > 0
 
 
-def test_a_state_that_moves_to_another_block_is_neither_new_nor_gone():
+def test_a_state_that_moves_between_blocks_is_not_new_or_gone():
     """A prompt resumes at a state inside a Mamba block, and writes on in this block: stock moves the state's entry."""
     ids = list(range(9))
     trace = make_trace((4708, [*ids, 9]), (4708, [*ids, 9]), (5200, [*ids, 77, 78]))
