@@ -61,13 +61,26 @@ def main() -> None:
     except USAGE_ERROR as error:
         message = usage_message(error)
         if message:
-            context = getattr(error, "ctx", None)
-            command = context.command_path if context else "kda-prefill"
-            print(f"error: {message}; see {command} --help", file=sys.stderr)
+            print(f"error: {message}; see {command_of(error)} --help", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         status = 130
     sys.exit(status or 0)
+
+
+def command_of(error: Any) -> str:
+    """The command that a usage error is about; the parser's own errors do not say, so then the one that was named."""
+    context = getattr(error, "ctx", None)
+    if context:
+        return str(context.command_path)
+    named, command = ["kda-prefill"], typer.main.get_command(app)
+    for argument in sys.argv[1:]:
+        inner = getattr(command, "commands", {}).get(argument)
+        if inner is None:
+            break
+        named.append(argument)
+        command = inner
+    return " ".join(named)
 
 
 KINDS = {"int_parsing": "a whole number", "int_from_float": "a whole number", "float_parsing": "a number"}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from pathlib import Path
@@ -15,8 +15,17 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import typer
 
 from vllm_kda_prefill.model_config import model_problem
+from vllm_kda_prefill.refusals import refusal
 
 T = TypeVar("T")
+
+ALIGNMENT = 16
+"""vLLM's block sizes are multiples of this many tokens where a checkpoint can be inside one."""
+
+MAX_PROMPT = 262_143
+
+OLD_NAMES = {"token_normalize_func": lambda name: {"page": "block", "pages": "blocks"}.get(name, name)}
+"""Context settings of a command that also answers to the names its options had before."""
 
 
 class PolicyName(StrEnum):
@@ -50,6 +59,12 @@ def check_engine(dcp: int, mtp: int) -> None:
     check("--mtp", mtp, 0 <= mtp <= 8, "give 0 to 8 draft tokens")
 
 
+def check_block(option: str, tokens: int) -> None:
+    """End the command unless a block size is one that vLLM can have."""
+    is_good = tokens > 0 and tokens % ALIGNMENT == 0
+    check(option, tokens, is_good, f"give a positive multiple of {ALIGNMENT} tokens")
+
+
 def check_model(folder: Path | None, mtp: int, glm_only: bool = True) -> None:
     """End the command unless `--model` can be planned with, and has draft layers if `--mtp` asks for drafts."""
     problem = model_problem(folder, mtp, glm_only)
@@ -57,13 +72,16 @@ def check_model(folder: Path | None, mtp: int, glm_only: bool = True) -> None:
         fail(problem)
 
 
-def quietly(action: Callable[[], T], verbose: bool, spinner: bool = True) -> T:
+def quietly(
+    action: Callable[[], T], verbose: bool, spinner: bool = True, given: Mapping[str, object] | None = None
+) -> T:
     """Import vLLM, which takes seconds, and run something on it.
 
     Args:
         action: What to run.
         verbose: Show vLLM's log, and where an error comes from.
         spinner: Turn a spinner on stderr meanwhile, where that is a terminal.
+        given: Option -> value, of those that vLLM checks.
 
     Returns:
         What `action` returns. A layout that vLLM refuses ends the command with one line and exit status 2.
@@ -79,8 +97,7 @@ def quietly(action: Callable[[], T], verbose: bool, spinner: bool = True) -> T:
     except (ValueError, NotImplementedError) as error:
         if verbose:
             raise
-        lines = [line.strip() for line in str(error).splitlines()]
-        fail(f"vLLM refuses this layout: {' '.join(lines)[:400]} (--verbose shows where)")
+        fail(f"{refusal(error, given or {})} (--verbose shows where)")
 
 
 def _spinner() -> Any:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,6 +113,35 @@ def draft_problem(config: dict[str, Any]) -> str:
     )
 
 
+class UnfitModelError(ValueError):
+    """A config.json that vLLM cannot read; the message is one line and names the folder and the value."""
+
+
+@contextmanager
+def reading(folder: Path | None) -> Iterator[None]:
+    """Around calls of vLLM that read the model's config.json; nothing of this fork runs inside.
+
+    A bad value shows in many ways: transformers raises errors of its own, and others come from arithmetic.
+
+    Raises:
+        UnfitModelError: The folder was given, and what vLLM raised is none of its own refusals.
+    """
+    disabled = logging.root.manager.disable
+    if disabled >= logging.WARNING:  # Without --verbose: what would be logged is raised as well.
+        logging.disable(logging.ERROR)
+    try:
+        yield
+    except (ValueError, NotImplementedError):
+        raise
+    except Exception as error:
+        if folder is None:
+            raise
+        text = " ".join(str(error).split())
+        raise UnfitModelError(f"--model {folder}: vLLM cannot read its config.json: {text}") from error
+    finally:
+        logging.disable(disabled)
+
+
 @contextmanager
 def model_folder(folder: Path | None) -> Iterator[Path]:
     """The folder to give vLLM; inside the `with`, a temporary one of GLM-5.3-Flash's shapes where none is given."""
@@ -152,7 +182,7 @@ def make_configs(
     parallel = ParallelConfig(
         tensor_parallel_size=tp, decode_context_parallel_size=dcp, cp_kv_cache_interleave_size=interleave
     )
-    with model_folder(folder) as path:
+    with model_folder(folder) as path, reading(folder):
         model = ModelConfig(model=str(path), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=length)
         if not mtp:
             return model, parallel, None

@@ -43,7 +43,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
-from vllm_kda_prefill.model_config import make_configs
+from vllm_kda_prefill.model_config import make_configs, reading
 
 Arm = Literal["stock", "coalesced"]
 
@@ -125,27 +125,28 @@ class Layout:
             max_model_len=self.max_model_len,
             disable_lookahead_block_hashes=self.block_drop,
         )
-        config = VllmConfig(
-            model_config=model_config,
-            cache_config=CacheConfig(
-                enable_prefix_caching=True,
-                block_size=self.attention_block,
-                mamba_block_size=self.mamba_block,
-                prefix_cache_retention_interval=self.retention_interval,
-            ),
-            scheduler_config=SchedulerConfig(
-                max_num_batched_tokens=self.budget,
-                max_num_seqs=self.max_seqs,
-                max_model_len=self.max_model_len,
-                is_encoder_decoder=False,
-                enable_chunked_prefill=True,
-                long_prefill_token_threshold=self.long_prefill_threshold,
-                policy=self.scheduling,
-                async_scheduling=asynchronous,
-            ),
-            speculative_config=speculative_config,
-            parallel_config=parallel_config,
-        )
+        with reading(self.model):
+            config = VllmConfig(
+                model_config=model_config,
+                cache_config=CacheConfig(
+                    enable_prefix_caching=True,
+                    block_size=self.attention_block,
+                    mamba_block_size=self.mamba_block,
+                    prefix_cache_retention_interval=self.retention_interval,
+                ),
+                scheduler_config=SchedulerConfig(
+                    max_num_batched_tokens=self.budget,
+                    max_num_seqs=self.max_seqs,
+                    max_model_len=self.max_model_len,
+                    is_encoder_decoder=False,
+                    enable_chunked_prefill=True,
+                    long_prefill_token_threshold=self.long_prefill_threshold,
+                    policy=self.scheduling,
+                    async_scheduling=asynchronous,
+                ),
+                speculative_config=speculative_config,
+                parallel_config=parallel_config,
+            )
         config.cache_config.num_gpu_blocks = self.num_blocks
         config.cache_config.block_size = min(self.attention_block, self.mamba_block)
         config.cache_config.mamba_block_size = self.mamba_block

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kda_prefill import versions
+from vllm_kda_prefill import console, versions
 from vllm_kda_prefill.cli import main
+from vllm_kda_prefill.model_config import GLM_SHAPES, UnfitModelError, reading
 
 ROOT = Path(__file__).parents[2]
 KEYS = {
@@ -149,7 +150,7 @@ def test_help_of_each_command(run, command):
 def test_report_of_the_original_layout(plan):
     report = plan("--prompt", "8192", "--dcp", "4", "--mtp", "3", "--policy", "replay")
     assert set(report) == KEYS
-    assert report["layout"] == {"physical": 512, "lookup": 512, "scheduler": 2048}
+    assert report["layout"] == {"mamba_block": 512, "lookup": 512, "scheduler": 2048}
     assert report["retained"] == [4096, 6144, 7168, 7680]
     assert report["spans"] == [{"start": 0, "end": 8192, "checkpoints": [4096, 6144, 7168, 7680]}]
     assert report["passes"] == 1
@@ -193,7 +194,7 @@ def test_other_block_sizes_and_shapes(plan, tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     report = plan(*("--prompt", "3000", "--block-size", "256", "--mamba-block-size", "1024", "--model", str(tmp_path)))
-    assert report["layout"] == {"physical": 1024, "lookup": 256, "scheduler": 1024}
+    assert report["layout"] == {"mamba_block": 1024, "lookup": 256, "scheduler": 1024}
     assert report["bytes_per_state"] == 3 * (8 * 128 * 128 * 4 + 3 * 3 * 8 * 128 * 2)
 
 
@@ -233,6 +234,36 @@ def test_table_names_what_matters():
         (["doctor", "--gpu-memory-utilization", "92"], "--gpu-memory-utilization 92", "at most 1"),
         (["doctor", "--tp", "0"], "--tp 0", "at least 1"),
         (["plan", "--nonsense"], "--nonsense", "--help"),
+        (["plan", "--prompt"], "--prompt", "see kda-prefill plan --help"),
+        (["bench", "growth", "--mtp"], "--mtp", "see kda-prefill bench growth --help"),
+        (["plan", "--model", ""], "--model", "'' is no path"),
+        (["layout", "--model", ""], "--model", "'' is no path"),
+        (["doctor", "--model", ""], "--model ''", "leave it out"),
+        (["layout", "--mamba", "512"], "--mamba 512", "give --target and --mamba together"),
+        (["layout", "--memory", "abc"], "--memory 'abc'", "give one like 24GiB"),
+        (["layout", "--memory", "9" * 400], "--memory", "give one like 24GiB"),
+        (["layout", "--tp", "3"], "--tp 3", "divisible by tensor parallel size (3) (--verbose"),
+        (["layout", "--tp", "1000000"], "--tp 1000000", "divisible by tensor parallel size (1000000)"),
+        (["layout", "--max-model-len", str(10**12)], "--max-model-len 1000000000000", "derived max_model_len"),
+        (["layout", "--kv-cache-dtype", "xyz"], "--kv-cache-dtype xyz", "'] (--verbose shows where)"),
+        (["bench", "growth", "--block", "17"], "--block 17", "multiple of 16"),
+        (["bench", "growth", "--page", "17"], "--block 17", "multiple of 16"),
+        (["bench", "growth", "--lengths", "300000"], "--lengths 300000", "at most 262143"),
+        (["bench", "ab", "--model", "m", "--page", "17"], "--block 17", "multiple of 16"),
+        (["bench", "report", "/nowhere"], "/nowhere", "name the folder"),
+        (["bench", "prefill", "notaurl"], "'notaurl'", "http://host:8000"),
+        (["bench", "decode", "http://"], "'http://'", "http://host:8000"),
+        *(
+            (["bench", *command, "--output", "/dev/null/x"], "--output /dev/null/x", "that you can write to")
+            for command in (
+                ["prefill", "http://127.0.0.1:9"],
+                ["growth"],
+                ["reuse"],
+                ["report", "/nowhere"],
+                ["ab", "--model", "m"],
+            )
+        ),
+        (["bench", "growth", "--output", "/dev"], "--output /dev", "name a file"),
     ],
 )
 def test_bad_value_is_one_line_and_status_2(run, arguments, named, hint):
@@ -243,6 +274,70 @@ def test_bad_value_is_one_line_and_status_2(run, arguments, named, hint):
     assert line.startswith("error: ")
     assert named in line
     assert hint in line
+    assert "pydantic" not in line
+    assert "validation error" not in line
+
+
+@pytest.mark.parametrize("command", ["plan", "layout"])
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ({"hidden_size": "abc"}, "'hidden_size' expected int, got str (value: 'abc')"),
+        ({"num_hidden_layers": -3}, "`num_hidden_layers` (-3)"),
+        ("hello", "'text_config' with value 'hello'"),
+    ],
+)
+def test_a_bad_value_in_a_config_is_one_line(run, tmp_path, caplog, command, text, found):
+    changed = GLM_SHAPES["text_config"] | text if isinstance(text, dict) else text
+    (tmp_path / "config.json").write_text(json.dumps(GLM_SHAPES | {"text_config": changed}))
+    done = run(command, "--mtp", "0", "--model", str(tmp_path))
+    assert (done.status, done.out, caplog.text) == (2, "", "")
+    (line,) = done.err.splitlines()
+    assert line.startswith(f"error: --model {tmp_path}: vLLM cannot read its config.json: ")
+    assert found in line
+
+
+def test_only_a_given_model_is_to_blame_for_what_is_raised(tmp_path):
+    for folder, kind in ((tmp_path, UnfitModelError), (None, KeyError)):
+        with pytest.raises(kind), reading(folder):
+            raise KeyError("head_dim")
+    with pytest.raises(NotImplementedError), reading(tmp_path):
+        raise NotImplementedError
+
+
+def test_a_fault_of_this_fork_keeps_its_traceback(run, monkeypatch):
+    from vllm_kda_prefill.plan import report
+
+    def fault(*_: object) -> None:
+        raise KeyError("a fault")
+
+    monkeypatch.setattr(report, "make_report", fault)
+    monkeypatch.setattr(sys, "argv", ["kda-prefill", "plan"])
+    with pytest.raises(KeyError, match="a fault"):
+        main()
+
+
+def test_old_names_of_options_work_and_are_not_shown(run):
+    for command, old, new in (
+        ("ab", "--page", "--block"),
+        ("growth", "--page", "--block"),
+        ("trace", "--pages", "--blocks"),
+    ):
+        words = run("bench", command, "--help").out.split()
+        assert new in words
+        assert old not in words
+
+
+def test_missing_folders_of_an_output_are_made(run, tmp_path):
+    output = tmp_path / "new" / "folder" / "growth.jsonl"
+    assert run("bench", "growth", "--lengths", "2048", "--page", "1024", "--output", str(output)).status == 0
+    assert json.loads(output.read_text().splitlines()[0])["configuration"]["block_tokens"] == 1024
+
+
+def test_a_block_is_a_multiple_of_what_a_checkpoint_is():
+    from vllm.v1.core.prefill_plan import CHECKPOINT_ALIGNMENT
+
+    assert console.ALIGNMENT == CHECKPOINT_ALIGNMENT
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 """`kda-prefill layout` shows stock's layout and split ones of any hybrid model, from its config.json."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -67,7 +68,7 @@ def test_the_bytes_of_a_layout_add_up(glm_report):
         assert layout["blocks"] * layout["block_bytes"] <= glm_report["memory"]
         for group in layout["groups"]:
             assert group["content_bytes"] + group["wasted_bytes"] == layout["block_bytes"]
-        states = [group for group in layout["groups"] if group["kind"] == "recurrent"]
+        states = [group for group in layout["groups"] if group["kind"] == "mamba"]
         assert sum(group["layers"] for group in states) == 34
         assert layout["state_bytes"] == len(states) * layout["block_bytes"]
         assert layout["ladders"]["8192"]["bytes"] == (
@@ -172,6 +173,8 @@ def test_people_read_a_table():
     assert result.exit_code == 0
     for text in ("stock", "split 512/512", "tokens of cache", "ladder of 8,192 tokens", "padding"):
         assert text in result.output
+    assert re.search(r"\d Mamba \d+ x 512", result.output)
+    assert "recurrent" not in result.output
 
 
 @pytest.mark.parametrize(
@@ -179,7 +182,8 @@ def test_people_read_a_table():
     [
         (["--dcp", "2"], "--dcp 2: give a divisor of --tp, 1"),
         (["--capability", "8"], "--capability 8: give 9, 10 or 12"),
-        (["--target", "512"], "give --target and --mamba together"),
+        (["--target", "512"], "--target 512: give --target and --mamba together"),
+        (["--mamba", "512"], "--mamba 512: give --target and --mamba together"),
         (["--memory", "0"], "--memory 0: give more than nothing"),
     ],
 )

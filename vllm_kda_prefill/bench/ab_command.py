@@ -21,6 +21,8 @@ from vllm_kda_prefill.bench.options import (
     make_settings,
     numbers,
 )
+from vllm_kda_prefill.console import check_block
+from vllm_kda_prefill.paths import check_output
 
 
 def ab(
@@ -34,9 +36,7 @@ def ab(
     ] = "cold,branches",
     servers: Annotated[int, typer.Option(help="Servers of each arm; two show what differs by chance.", min=1)] = 1,
     processors: Annotated[int, typer.Option(help="Of each server alone; 0 leaves it to the system.", min=0)] = 0,
-    block_tokens: Annotated[
-        int, typer.Option("--page", help="Tokens of a block in every arm; 0 leaves stock's.", min=0)
-    ] = 512,
+    block: Annotated[int, typer.Option(help="Tokens of a block in every arm; 0 leaves stock's.", min=0)] = 512,
     sizes: Sizes = DEFAULT_SIZES,
     growth_sizes: Annotated[str, typer.Option(help="Prompt tokens of suite growth.")] = (
         "2048,4096,8192,16384,32768,65536,131072"
@@ -56,7 +56,7 @@ def ab(
     ] = False,
     seed: Seed = 1,
     output: Output = Path("bench/ab.jsonl"),
-    logs: Annotated[Path, typer.Option(help="Folder for the servers' logs.")] = Path("bench/logs"),
+    logs: Annotated[Path, typer.Option(help="Folder for the servers' logs; made if missing.")] = Path("bench/logs"),
 ) -> None:
     """Start each arm's server on this machine, let them take turns request by request, and compare.
 
@@ -69,6 +69,10 @@ def ab(
     from vllm_kda_prefill.bench.server_process import SERVE
     from vllm_kda_prefill.bench.workloads import Conversations
 
+    if block:
+        check_block("--block", block)
+    check_output(output)
+    check_output(logs, "--logs", is_folder=True)
     names = [name.strip() for name in arms.split(",")]
     if len(set(names)) != len(names):
         raise typer.BadParameter(f"--arms {arms}: name each arm once")
@@ -77,7 +81,7 @@ def ab(
     except ValueError as error:
         raise typer.BadParameter(f"--serve {serve}: {error}; quote it as a shell would") from None
     try:
-        chosen = [server for name in names for server in servers_of(make_arm(name, block_tokens), servers)]
+        chosen = [server for name in names for server in servers_of(make_arm(name, block), servers)]
     except BenchError as error:
         raise typer.BadParameter(str(error)) from None
     for arm in chosen:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,8 @@ import typer
 from vllm_kda_prefill.bench.ab_command import ab
 from vllm_kda_prefill.bench.scheduler.commands import growth, reuse
 from vllm_kda_prefill.bench.url_commands import branches, conversations, decode, prefill
+from vllm_kda_prefill.console import OLD_NAMES, fail
+from vllm_kda_prefill.paths import check_output
 from vllm_kda_prefill.trace.command import trace
 
 app = typer.Typer(
@@ -20,10 +21,10 @@ app = typer.Typer(
 )
 for command in (prefill, branches, decode, conversations):
     app.command()(command)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(ab)
-app.command()(growth)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, **OLD_NAMES})(ab)
+app.command(context_settings=OLD_NAMES)(growth)
 app.command()(reuse)
-app.command()(trace)
+app.command(context_settings=OLD_NAMES)(trace)
 
 
 @app.command()
@@ -32,6 +33,7 @@ def report(
     output: Annotated[Path | None, typer.Option(help="Folder to write to; default the same.")] = None,
 ) -> None:
     """Render one self-contained HTML page, its plots as PNGs, and the tables in Markdown."""
+    check_output(output or folder, is_folder=True)
     from vllm_kda_prefill.bench.errors import BenchError
     from vllm_kda_prefill.bench.report import render
 
@@ -39,5 +41,4 @@ def report(
         for path in render(folder, output or folder):
             print(path)
     except BenchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+        fail(str(error))

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vllm_kda_prefill.console import check
+
 if TYPE_CHECKING:
     from vllm_kda_prefill.bench.settings import RunSettings
 
 Url = Annotated[str, typer.Argument(help="Root of the server, as http://host:8000.")]
 Model = Annotated[str, typer.Option(help="Served name; default the server's first.")]
-Output = Annotated[Path, typer.Option(help="File of JSON lines to write.")]
+Output = Annotated[Path, typer.Option(help="File of JSON lines to write; missing folders are made.")]
 Seed = Annotated[int, typer.Option(help="Of every prompt; a server that has seen it needs another.")]
 SampleCount = Annotated[int, typer.Option(help="Most samples of each kind.", min=1)]
 Seconds = Annotated[float, typer.Option(help="Wall-clock time; what is short of it takes fewer samples.", min=1)]
@@ -35,6 +37,18 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise typer.BadParameter(f"{option} {text}: give positive numbers with commas, as 8192,16384")
     return tuple(int(part) for part in parts)
+
+
+def check_url(url: str) -> None:
+    """End the command unless a server's root is one that can be asked."""
+    import httpx
+
+    try:
+        found: httpx.URL | None = httpx.URL(url)
+    except httpx.InvalidURL:
+        found = None
+    is_good = found is not None and found.scheme in ("http", "https") and bool(found.host)
+    check("URL", repr(url), is_good, "give the root of a server, as http://host:8000")
 
 
 def finish(run: Coroutine[Any, Any, None], output: Path) -> None:

@@ -20,16 +20,20 @@ from vllm_kda_prefill.bench.options import (
     Sizes,
     Turns,
     Url,
+    check_url,
     finish,
     make_settings,
     numbers,
 )
+from vllm_kda_prefill.paths import check_output
 
 if TYPE_CHECKING:
     from vllm_kda_prefill.bench.settings import RunSettings
 
 
 def measure_url(url: str, model: str, settings: RunSettings, output: Path, seconds: float, name: str) -> None:
+    check_url(url)
+    check_output(output)
     from vllm_kda_prefill.bench.runner import measure_url as measure
 
     finish(measure(url, model, settings, output, seconds, name), output)

@@ -62,6 +62,7 @@ def doctor(
     Exit status 1 where a line is red: with the gate on, a server would not start.
     """
     assumed = read_capability(capability)
+    check("--model", repr(model), model != "", "name a folder or a model, or leave it out")
     usable = 0 < gpu_memory_utilization <= 1
     check("--gpu-memory-utilization", gpu_memory_utilization, usable, "give more than 0 and at most 1")
 

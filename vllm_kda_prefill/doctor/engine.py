@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kda_prefill.doctor.findings import Finding, from_server, green, red, yellow
 from vllm_kda_prefill.doctor.hardware import Capability
+from vllm_kda_prefill.refusals import plain
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -115,10 +116,7 @@ def make_config(flags: Flags, folder: Path | None) -> VllmConfig:
 
 def refusal_finding(error: Exception) -> Finding:
     """What vLLM raised instead of a configuration."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    _, found, rest = text.partition("Value error, ")
-    text = rest.partition(" [type=")[0] if found else text
-    return red("configuration", f"vLLM refuses the flags: {text}", "change the flag that the line names")
+    return red("configuration", f"vLLM refuses the flags: {plain(error)}", "change the flag that the line names")
 
 
 def configuration_findings(unmet: Sequence[str], engine: str) -> list[Finding]:

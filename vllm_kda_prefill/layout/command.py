@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vllm_kda_prefill.console import check, check_model, quietly
+from vllm_kda_prefill.paths import ModelFolder
 
 if TYPE_CHECKING:
     from vllm_kda_prefill.layout.report import CacheReport
@@ -24,16 +24,14 @@ def read_memory(text: str) -> int:
     Raises:
         typer.BadParameter: It is no amount of memory.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is no amount of memory; give one like 24GiB")
+        raise typer.BadParameter(f"--memory {text!r}: no amount of memory; give one like 24GiB")
     return int(float(match[1]) * UNITS[match[2] or ""])
 
 
 def layout(
-    model: Annotated[
-        Path | None, typer.Option(help="Folder of a hybrid model's config.json; default the GLM-5.3-Flash shapes.")
-    ] = None,
+    model: ModelFolder = None,
     tp: Annotated[int, typer.Option(help="Tensor parallel ranks.", min=1)] = 1,
     dcp: Annotated[int, typer.Option(help="Decode context parallel ranks; divides --tp.", min=1)] = 1,
     mtp: Annotated[int, typer.Option(help="Draft tokens of multi-token prediction (GLM-5.3-Flash).", min=0)] = 0,
@@ -51,7 +49,9 @@ def layout(
     check_model(model, mtp, glm_only=False)
     check("--dcp", dcp, tp % dcp == 0, f"give a divisor of --tp, {tp}")
     check("--capability", capability, capability in (9, 10, 12), "give 9, 10 or 12")
-    check("--target", target, (target is None) == (mamba is None), "give --target and --mamba together")
+    together = "give --target and --mamba together"
+    check("--target", target, target is None or mamba is not None, together)
+    check("--mamba", mamba, mamba is None or target is not None, together)
     size = read_memory(memory)
     check("--memory", memory, size > 0, "give more than nothing")
 
@@ -61,7 +61,8 @@ def layout(
         shape = EngineShape(model, tp, dcp, mtp, kv_cache_dtype, max_model_len, capability)
         return make_report(shape, size, BlockSizes(target, mamba) if target and mamba else None)
 
-    report = quietly(run, verbose)
+    given = {"--tp": tp, "--dcp": dcp, "--kv-cache-dtype": kv_cache_dtype, "--max-model-len": max_model_len}
+    report = quietly(run, verbose, given=given)
     if as_json:
         print(json.dumps(report.as_json()))
     else:

@@ -16,7 +16,7 @@ from vllm.plugins.kda_prefill_coalescing.block_layout import kernel_unit, refuse
 from vllm.v1.core.block_sizes import BlockSettings, BlockSizes, candidates
 from vllm.v1.core.cache_capacity import CacheGroup, CacheLayout, block_sizes, measure
 from vllm.v1.core.state_retention import Retention
-from vllm_kda_prefill.model_config import GLM_NAME, architecture, make_configs
+from vllm_kda_prefill.model_config import GLM_NAME, architecture, make_configs, reading
 
 LENGTHS = (8192, 32768, 131072)
 """Request lengths, and prompt lengths of a ladder, that a report is about."""
@@ -89,21 +89,22 @@ class EngineShape:
             interleave=interleave,
         )
         cache_dtype: Any = self.kv_cache_dtype
-        return VllmConfig(
-            model_config=model,
-            cache_config=CacheConfig(
-                enable_prefix_caching=True, cache_dtype=cache_dtype, prefix_cache_retention_interval=0
-            ),
-            scheduler_config=SchedulerConfig(
-                max_num_batched_tokens=8192,
-                max_num_seqs=64,
-                max_model_len=model.max_model_len,
-                is_encoder_decoder=False,
-                enable_chunked_prefill=True,
-            ),
-            parallel_config=parallel,
-            speculative_config=speculative,
-        )
+        with reading(self.model):
+            return VllmConfig(
+                model_config=model,
+                cache_config=CacheConfig(
+                    enable_prefix_caching=True, cache_dtype=cache_dtype, prefix_cache_retention_interval=0
+                ),
+                scheduler_config=SchedulerConfig(
+                    max_num_batched_tokens=8192,
+                    max_num_seqs=64,
+                    max_model_len=model.max_model_len,
+                    is_encoder_decoder=False,
+                    enable_chunked_prefill=True,
+                ),
+                parallel_config=parallel,
+                speculative_config=speculative,
+            )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.cache_capacity import CacheGroup, CacheLayout
 
 MIB = 2**20
+NAMES = {"mamba": "Mamba"}
+"""Kind of a group -> what the table calls it, where that differs."""
 
 
 def print_layouts(report: CacheReport) -> None:
@@ -76,9 +78,7 @@ def _requests(report: CacheReport, length: int) -> Row:
 
 def _states() -> dict[str, Row]:
     rows: dict[str, Row] = {
-        "a retained state: blocks, bytes": lambda layout: (
-            f"{len(layout.of_kind('recurrent'))}, {_mib(layout.state_bytes)}"
-        ),
+        "a retained state: blocks, bytes": lambda layout: f"{len(layout.of_kind('mamba'))}, {_mib(layout.state_bytes)}",
         "of this, state": lambda layout: _mib(layout.state_content_bytes),
     }
     for length in LENGTHS:
@@ -100,7 +100,8 @@ def _ladder(length: int) -> Row:
 def _groups(layout: CacheLayout) -> str:
     alike = Counter((group.kind, group.layers, group.tokens, group.content_bytes) for group in layout.groups)
     return "\n".join(
-        f"{count} {kind} {layers} x {tokens:,}: {_mib(used)}" for (kind, layers, tokens, used), count in alike.items()
+        f"{count} {NAMES.get(kind, kind)} {layers} x {tokens:,}: {_mib(used)}"
+        for (kind, layers, tokens, used), count in alike.items()
     )
 
 
@@ -111,7 +112,7 @@ def _padding(layout: CacheLayout) -> str:
     shares = {
         kind: sum(map(layout.waste, groups)) / (layout.block_bytes * len(groups)) for kind, groups in kinds.items()
     }
-    return "\n".join(f"{kind} {share:.1%}" for kind, share in shares.items())
+    return "\n".join(f"{NAMES.get(kind, kind)} {share:.1%}" for kind, share in shares.items())
 
 
 def _mib(size: int) -> str:

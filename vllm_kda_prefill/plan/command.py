@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vllm_kda_prefill.console import (
+    MAX_PROMPT,
     AsJson,
     Dcp,
     Mtp,
@@ -17,19 +17,16 @@ from vllm_kda_prefill.console import (
     PolicyName,
     Verbose,
     check,
+    check_block,
     check_engine,
     check_model,
     fail,
     quietly,
 )
+from vllm_kda_prefill.paths import ModelFolder
 
 if TYPE_CHECKING:
     from vllm_kda_prefill.plan.report import PlanReport
-
-ALIGNMENT = 16
-"""vLLM's block sizes are multiples of this many tokens where a checkpoint can be inside one."""
-
-MAX_PROMPT = 262_143
 
 
 def plan(
@@ -41,20 +38,18 @@ def plan(
     budget: Annotated[int, typer.Option(help="Tokens of one step.")] = 8192,
     policy: Policy = PolicyName.LADDER,
     cached: Annotated[int, typer.Option(help="Tokens of the prompt that are in the prefix cache.")] = 0,
-    model: Annotated[
-        Path | None, typer.Option(help="Folder of a config.json; default the GLM-5.3-Flash shapes.")
-    ] = None,
+    model: ModelFolder = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Ask vLLM's scheduler and KV cache manager what they do with one prompt, coalesced and stock."""
     check("--prompt", prompt, 1 <= prompt <= MAX_PROMPT, f"give 1 to {MAX_PROMPT} tokens")
     check_engine(dcp, mtp)
-    check("--block-size", block_size, is_aligned(block_size), f"give a positive multiple of {ALIGNMENT} tokens")
+    check_block("--block-size", block_size)
     check(
         "--mamba-block-size",
         mamba_block_size,
-        is_aligned(mamba_block_size) and mamba_block_size % block_size == 0,
+        mamba_block_size > 0 and mamba_block_size % block_size == 0,
         f"give a multiple of --block-size, {block_size} tokens",
     )
     check("--budget", budget, budget > mtp, f"give at least {mtp + 1} tokens, one more than --mtp")
@@ -80,14 +75,10 @@ def plan(
         except UnreachableHitError as error:
             fail(f"--cached: {error}")
 
-    report = quietly(run, verbose)
+    report = quietly(run, verbose, given={"--dcp": dcp})
     if as_json:
         print(json.dumps(report.as_json()))
     else:
         from vllm_kda_prefill.plan.table import print_plan
 
         print_plan(report)
-
-
-def is_aligned(tokens: int) -> bool:
-    return tokens > 0 and tokens % ALIGNMENT == 0

@@ -50,7 +50,7 @@ class PlanReport:
     """Both arms, and what the difference is worth.
 
     Attributes:
-        physical: Tokens of a Mamba block.
+        mamba_block: Tokens of a Mamba block.
         lookup: Every prefix hit is a multiple of this many tokens.
         scheduler: The scheduler's block in tokens.
         unreachable: Retained states that no lookup can return in this layout.
@@ -61,7 +61,7 @@ class PlanReport:
     prompt: int
     cached: int
     policy: Policy
-    physical: int
+    mamba_block: int
     lookup: int
     scheduler: int
     coalesced: ArmReport
@@ -71,7 +71,7 @@ class PlanReport:
     bytes_per_state: int
 
     def as_json(self) -> dict[str, Any]:
-        layout = {"physical": self.physical, "lookup": self.lookup, "scheduler": self.scheduler}
+        layout = {"mamba_block": self.mamba_block, "lookup": self.lookup, "scheduler": self.scheduler}
         return {
             "prompt": self.prompt,
             "cached": self.cached,
@@ -105,7 +105,7 @@ def make_report(layout: Layout, policy: Policy, prompt: int, cached: int = 0) ->
         prompt=prompt,
         cached=cached,
         policy=policy,
-        physical=grid.mamba_block,
+        mamba_block=grid.mamba_block,
         lookup=grid.hit_alignment,
         scheduler=grid.scheduler_block,
         coalesced=coalesced,

@@ -19,7 +19,7 @@ def print_plan(report: PlanReport) -> None:
     hit = f", {report.cached:,} of them cached" if report.cached else ""
     console.print(f"[bold]{report.prompt:,} tokens[/]{hit}, policy {report.policy}")
     console.print(
-        f"layout: Mamba block {report.physical:,}, lookup {report.lookup:,}, scheduler block "
+        f"layout: Mamba block {report.mamba_block:,}, lookup {report.lookup:,}, scheduler block "
         f"{report.scheduler:,} tokens"
     )
     table = Table()

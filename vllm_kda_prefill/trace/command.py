@@ -13,8 +13,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vllm_kda_prefill.bench.options import numbers
-from vllm_kda_prefill.console import AsJson, Dcp, Mtp, Verbose, check, check_engine, check_model, fail, quietly
+from vllm_kda_prefill.console import (
+    MAX_PROMPT,
+    AsJson,
+    Dcp,
+    Mtp,
+    Verbose,
+    check,
+    check_block,
+    check_engine,
+    check_model,
+    fail,
+    quietly,
+)
 from vllm_kda_prefill.layout.command import read_memory
+from vllm_kda_prefill.paths import ModelFolder
 
 if TYPE_CHECKING:
     from vllm_kda_prefill.planning import Layout
@@ -22,11 +35,6 @@ if TYPE_CHECKING:
     from vllm_kda_prefill.trace.report import Load, TraceReport
 
 POLICIES = ("ladder", "replay")
-MAX_PROMPT = 262_143
-
-ALIGNMENT = 16
-"""vLLM's block sizes are multiples of this many tokens where a checkpoint can be inside one."""
-
 TP = 4
 
 
@@ -50,14 +58,13 @@ def trace(
         list[Path], typer.Argument(help="Recorded prompts, plain or .gz; with --make, the file to write.")
     ],
     blocks: Annotated[
-        str, typer.Option("--blocks", "--pages", help="Blocks of the KV cache, with commas: a replay for each.")
+        str, typer.Option(help="Blocks of the KV cache, with commas: a replay for each.")
     ] = "60000,15000,4000",
     memory: Annotated[
-        str, typer.Option(help="In place of --blocks: KV cache memory of one rank, as 24GiB,96GiB.")
+        str,
+        typer.Option(help="In place of --blocks: KV cache memory of one rank, as 24GiB,96GiB; --model is for this."),
     ] = "",
-    model: Annotated[
-        Path | None, typer.Option(help="With --memory: folder of a config.json; default GLM-5.3-Flash's shapes.")
-    ] = None,
+    model: ModelFolder = None,
     tp: Annotated[int, typer.Option(help=f"With --memory: tensor parallel ranks; 0 is {TP}, or --dcp.", min=0)] = 0,
     dcp: Dcp = 1,
     mtp: Mtp = 0,
@@ -127,7 +134,7 @@ def _run(
 
     try:
         recorded = read_traces(files).first(requests, longest)
-        return quietly(lambda: _replay(recorded, cache, arms, load), verbose, spinner=False)
+        return quietly(lambda: _replay(recorded, cache, arms, load), verbose, spinner=False, given={"--tp": cache.tp})
     except TraceError as error:
         fail(str(error))
 
@@ -186,8 +193,7 @@ def _make(kind: str, files: Sequence[Path], requests: int | None, seed: int) -> 
 def _check_numbers(budget: int, mtp: int, block_size: int, arrivals: float | None, prefill_rate: float) -> None:
 
     check("--budget", budget, budget > mtp, f"give at least {mtp + 1} tokens, one more than --mtp")
-    is_aligned = block_size > 0 and block_size % ALIGNMENT == 0
-    check("--block-size", block_size, is_aligned, f"give a positive multiple of {ALIGNMENT} tokens")
+    check_block("--block-size", block_size)
     check("--arrivals", arrivals, arrivals is None or 0 < arrivals < float("inf"), "give a number above 0")
     check("--prefill-rate", prefill_rate, 0 < prefill_rate < float("inf"), "give tokens a second, above 0")
 

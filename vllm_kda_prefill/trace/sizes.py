@@ -50,4 +50,4 @@ def of_memory(memories: list[int], model: Path | None, tp: int, dcp: int, mtp: i
         if count < 2:
             raise TraceError(f"--memory {memory} bytes: a block takes {layout.block_bytes} bytes; give more")
     scratch = layout.of_kind("scratch")
-    return MemoryLayout(blocks, len(layout.of_kind("recurrent")), scratch[0].block_tokens if scratch else 0)
+    return MemoryLayout(blocks, len(layout.of_kind("mamba")), scratch[0].block_tokens if scratch else 0)

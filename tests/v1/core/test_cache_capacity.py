@@ -164,10 +164,10 @@ def test_both_blocks_keep_their_own_bytes(split):
     # 12 MLA layers of 512 bytes a token, and their indexers of 132 bytes for 16 tokens.
     assert attention.content_bytes == attention.padded_bytes == 12 * (512 * 512 + 32 * 132)
     state = 16 * 128 * 128 * 4 + 6 * 3 * 16 * 128 * 2
-    assert {group.content_bytes for group in layout.of_kind("recurrent")} == {2 * state}
+    assert {group.content_bytes for group in layout.of_kind("mamba")} == {2 * state}
     assert layout.state_content_bytes == 34 * state
     assert layout.block_bytes == attention.padded_bytes
-    assert layout.waste(layout.of_kind("recurrent")[0]) == layout.block_bytes - 2 * state
+    assert layout.waste(layout.of_kind("mamba")[0]) == layout.block_bytes - 2 * state
 
 
 # auto.

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheS
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-Kind = Literal["attention", "recurrent", "scratch"]
+Kind = Literal["attention", "mamba", "scratch"]
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ class CacheLayout:
     @property
     def state_bytes(self) -> int:
         """Bytes of the pool that one retained state takes on one rank: a block in every recurrent group."""
-        return len(self.of_kind("recurrent")) * self.block_bytes
+        return len(self.of_kind("mamba")) * self.block_bytes
 
     @property
     def state_content_bytes(self) -> int:
         """Bytes of these that hold the state."""
-        return sum(group.content_bytes for group in self.of_kind("recurrent"))
+        return sum(group.content_bytes for group in self.of_kind("mamba"))
 
     def waste(self, group: CacheGroup) -> int:
         """Bytes of a block that the group leaves unused."""
@@ -125,7 +125,7 @@ def measure(vllm_config: VllmConfig, lengths: tuple[int, ...] = (), block_outerm
     described = tuple(_describe(group, ranks) for group in groups)
     lengths = (*lengths, vllm_config.model_config.max_model_len)
     (attention,) = {group.block_tokens for group in described if group.kind == "attention"}
-    (mamba,) = {group.block_tokens for group in described if group.kind == "recurrent"}
+    (mamba,) = {group.block_tokens for group in described if group.kind == "mamba"}
     return CacheLayout(
         sizes=BlockSizes(attention, mamba),
         block_bytes=block_bytes,
@@ -244,7 +244,7 @@ def _describe(group: KVCacheGroupSpec, ranks: int) -> CacheGroup:
 
 def _kind(spec: KVCacheSpec) -> Kind:
     if isinstance(spec, MambaSpec):
-        return "recurrent"
+        return "mamba"
     return "attention" if spec.prefix_cacheable else "scratch"
 
 

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from vllm_kda_prefill.bench.options import Output, Seed, Turns, numbers
-from vllm_kda_prefill.console import check_engine, quietly
+from vllm_kda_prefill.console import MAX_PROMPT, check, check_block, check_engine, quietly
+from vllm_kda_prefill.paths import check_output
 
 
 def growth(
@@ -18,17 +19,20 @@ def growth(
     ),
     dcp: Annotated[int, typer.Option(help="Decode context parallel ranks: 1, 2, 4 or 8.")] = 1,
     mtp: Annotated[int, typer.Option(help="Draft tokens.", min=0, max=8)] = 3,
-    block_tokens: Annotated[int, typer.Option("--page", help="Tokens of a block.", min=16)] = 512,
+    block: Annotated[int, typer.Option(help="Tokens of a block.")] = 512,
     output: Output = Path("bench/growth.jsonl"),
 ) -> None:
     """Passes, retained states and bytes by prompt length, from vLLM's real scheduler; no GPU, no server."""
     check_engine(dcp, mtp)
+    check_block("--block", block)
+    check_output(output)
     sizes = numbers(lengths, "--lengths")
+    check("--lengths", lengths, max(sizes) <= MAX_PROMPT, f"give at most {MAX_PROMPT} tokens")
 
     def run() -> None:
         from vllm_kda_prefill.bench.scheduler.growth import measure
 
-        measure(sizes, dcp, mtp, block_tokens, output)
+        measure(sizes, dcp, mtp, block, output)
 
     quietly(run, verbose=False)
     show(output)
@@ -49,6 +53,7 @@ def reuse(
     Sizes: ample, that is all that any arm holds of a trace; a half, a quarter and an eighth of it.
     """
     check_engine(dcp, mtp)
+    check_output(output)
     try:
         parts = tuple(float(part) for part in branching.split(","))
     except ValueError:

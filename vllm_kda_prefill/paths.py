@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paths as options: what cannot be read or written is refused before anything is started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_kda_prefill.console import check
+
+
+def read_path(text: str) -> Path:
+    """A path of at least one character: an empty one would be the working folder.
+
+    Raises:
+        typer.BadParameter: It is empty.
+    """
+    if not text:
+        raise typer.BadParameter("'' is no path; name one, or leave the option out")
+    return Path(text)
+
+
+ModelFolder = Annotated[
+    Path | None,
+    typer.Option(
+        parser=read_path, metavar="PATH", help="Folder of a config.json; default the shapes of GLM-5.3-Flash."
+    ),
+]
+
+
+def check_output(path: Path, option: str = "--output", is_folder: bool = False) -> None:
+    """End the command unless a file, or a folder, can be written; folders that are missing get made later."""
+    kind = "folder" if is_folder else "file in a folder"
+    check(option, path, path.is_dir() == is_folder or not path.exists(), f"name a {'folder' if is_folder else 'file'}")
+    nearest = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    is_good = os.access(nearest, os.W_OK) and (nearest.is_dir() or nearest == path.absolute())
+    check(option, path, is_good, f"name a {kind} that you can write to")
