@@ -240,7 +240,7 @@ def test_table_names_what_matters():
         (["layout", "--model", ""], "--model", "'' is no path"),
         (["doctor", "--model", ""], "--model ''", "leave it out"),
         (["layout", "--mamba", "512"], "--mamba 512", "give --target and --mamba together"),
-        (["layout", "--memory", "abc"], "--memory 'abc'", "give one like 24GiB"),
+        (["layout", "--memory", "abc"], "--memory: 'abc'", "give one like 24GiB"),
         (["layout", "--memory", "9" * 400], "--memory", "give one like 24GiB"),
         (["layout", "--tp", "3"], "--tp 3", "divisible by tensor parallel size (3) (--verbose"),
         (["layout", "--tp", "1000000"], "--tp 1000000", "divisible by tensor parallel size (1000000)"),

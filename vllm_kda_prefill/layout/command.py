@@ -26,7 +26,7 @@ def read_memory(text: str) -> int:
     """
     match = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
     if match is None:
-        raise typer.BadParameter(f"--memory {text!r}: no amount of memory; give one like 24GiB")
+        raise typer.BadParameter(f"--memory: {text!r} is no amount of memory; give one like 24GiB")
     return int(float(match[1]) * UNITS[match[2] or ""])
 
 
