@@ -155,7 +155,7 @@ def test_a_folder_without_records_is_one_clear_line(tmp_path):
         check=False,
         cwd=Path(__file__).parents[2],
     )
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.splitlines() == [
         f"error: {tmp_path}: no .jsonl file in it; name the folder that kda-prefill bench wrote to"
     ]
