@@ -24,7 +24,8 @@ ALIGNMENT = 16
 
 MAX_PROMPT = 262_143
 
-OLD_NAMES = {"token_normalize_func": lambda name: {"page": "block", "pages": "blocks"}.get(name, name)}
+OLD_FLAGS = {"--page": "block", "--pages": "blocks"}
+OLD_NAMES = {"token_normalize_func": lambda name: OLD_FLAGS.get(f"--{name}", name)}
 """Context settings of a command that also answers to the names its options had before."""
 
 
