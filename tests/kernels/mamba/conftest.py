@@ -112,3 +112,11 @@ def flashkda() -> None:
         torch.ops.load_library(library)
         return
     pytest.importorskip("vllm._flashkda_C")
+
+
+@pytest.fixture(params=["flashkda", "native"])
+def gpu_provider(request: pytest.FixtureRequest) -> str:
+    """Name of a provider that runs on a GPU; skips where FlashKDA is not there."""
+    if request.param == "flashkda":
+        request.getfixturevalue("flashkda")
+    return str(request.param)
