@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.kernels.dcp_topk_cases import check, ranks_lists, scores_of
 from vllm.model_executor.layers.dcp_topk_merge import MAX_K, MAX_RANKS, UNUSED, reference
-from vllm.model_executor.layers.dcp_topk_merge.merge import merge
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -70,68 +70,12 @@ def kernels(request):
     return Kernels(request.param)
 
 
-def scores_of(kind: str, queries: int, rows: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.randn(queries, rows, generator=generator)
-    if kind == "tied":
-        return (2 * scores).round() / 2  # With zeros of both signs.
-    if kind == "constant":
-        return torch.full_like(scores, -1.5)
-    if kind == "relu":
-        return scores.clamp_min(0.0)
-    if kind == "tiny":
-        return scores * 1e-41  # Subnormal.
-    if kind in ("infinite", "nan"):
-        pick = torch.rand(queries, rows, generator=generator)
-        scores[pick < 0.1] = math.inf
-        scores[(pick > 0.1) & (pick < 0.6)] = -math.inf
-        if kind == "nan":
-            scores[pick > 0.7] = math.nan
-            scores[pick > 0.9] = -math.nan
-    return scores
-
-
-def best(scores: list[float], k: int) -> list[int]:
-    """Positions of the `k` best by a plain sort: a NaN is worst, ties go to the lower position."""
-    return sorted(range(len(scores)), key=lambda i: (math.isnan(scores[i]), -scores[i], i))[:k]
-
-
-def rows_of_rank(rank: int, ranks: int, interleave: int, rows: int) -> list[int]:
-    return [row for row in range(rows) if row // interleave % ranks == rank]
-
-
-def ranks_lists(scores, lengths, k, ranks, interleave, shuffle=True):
-    """Each rank's scores and its list of local ids, as the local selections leave them."""
-    generator = torch.Generator().manual_seed(1)
-    for rank in range(ranks):
-        own = rows_of_rank(rank, ranks, interleave, scores.shape[1])
-        local = scores[:, own]
-        ids = torch.full((scores.shape[0], k), -1, dtype=torch.int32)
-        for query, length in enumerate(lengths):
-            visible = sum(row < length for row in own)
-            chosen = torch.tensor(best(local[query, :visible].tolist(), k), dtype=torch.int32)
-            if shuffle:
-                chosen = chosen[torch.randperm(len(chosen), generator=generator)]
-            ids[query, : len(chosen)] = chosen
-        yield local, ids
-
-
 def merged(kernels, scores, lengths, k, ranks, interleave):
     packed = [
         kernels.pack(local, ids, rank, ranks, interleave)
         for rank, (local, ids) in enumerate(ranks_lists(scores, lengths, k, ranks, interleave))
     ]
     return kernels.select(torch.stack(packed))
-
-
-def check(out: torch.Tensor, scores: torch.Tensor, lengths: list[int]) -> None:
-    """The selection is the one of one rank; unused places follow."""
-    k = out.shape[1]
-    for query, length in enumerate(lengths):
-        wanted = best(scores[query, :length].tolist(), k)
-        found = out[query].tolist()
-        assert sorted(found[: len(wanted)]) == sorted(wanted)
-        assert found[len(wanted) :] == [-1] * (k - len(wanted))
 
 
 @pytest.mark.parametrize("kind", ["random", "tied", "constant", "relu", "tiny", "infinite", "nan"])
@@ -242,93 +186,3 @@ def test_the_kernels_interpreted():
     assert passed is not None, run.stdout
     assert int(passed[1]) > 80
     assert "skipped" not in run.stdout
-
-
-class OneProcess:
-    """A group whose ranks' lists are known beforehand: `lists[r]` takes the place of what rank `r` sends."""
-
-    def __init__(self, lists, rank):
-        self.lists, self.rank = lists, rank
-
-    def all_gather(self, input_, dim):
-        assert dim == 0
-        assert input_.element_size() == 8
-        self.lists[self.rank].copy_(input_)
-        return self.lists.view(-1, input_.shape[1])
-
-
-@pytest.mark.parametrize(
-    ("k", "ranks", "message"),
-    [(0, 2, "2 ranks that select 0 rows"), (2049, 2, "1 to 2048 rows"), (4, 9, "9 ranks .* pass a smaller")],
-)
-def test_sizes_that_the_kernel_was_not_made_for_are_refused(k, ranks, message):
-    ids = torch.zeros(1, k, dtype=torch.int32)
-    with pytest.raises(ValueError, match=message):
-        merge(torch.zeros(1, 4), ids, k, 0, ranks, 1, None, OneProcess(None, 0))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "shape", "ids_dtype"),
-    [
-        (torch.bfloat16, (2, 4), torch.int32),
-        (torch.float32, (2, 4), torch.int64),
-        (torch.float32, (2, 5), torch.int32),
-        (torch.float32, (3, 4), torch.int32),
-    ],
-)
-def test_other_dtypes_and_shapes_are_refused(dtype, shape, ids_dtype):
-    scores, ids = torch.zeros(2, 9, dtype=dtype), torch.zeros(shape, dtype=ids_dtype)
-    with pytest.raises(ValueError, match="takes float32 scores and int32 ids, 4 a query"):
-        merge(scores, ids, 4, 0, 2, 1, None, OneProcess(None, 0))
-
-
-def test_no_queries_ask_nothing_of_the_group():
-    merge(torch.zeros(0, 9), torch.zeros(0, 4, dtype=torch.int32), 4, 0, 2, 1, None, OneProcess(None, 0))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("k", [128, 512])
-def test_a_cuda_graph_replays_with_changed_inputs(k):
-    """Four rows of one decoding request with three drafts: captured on one input, replayed on others."""
-    ranks, rank, queries = 4, 2, 4
-    scores = torch.zeros(queries, 4 * k, device="cuda")
-    ids = torch.zeros(queries, k, dtype=torch.int32, device="cuda")
-    kept = torch.zeros_like(ids)
-    others = torch.full((ranks, queries, k), UNUSED, device="cuda")
-
-    def step():
-        ids.copy_(kept)
-        merge(scores, ids, k, rank, ranks, 1, None, OneProcess(others, rank))
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    before = None
-    for seed, lengths in enumerate([[16 * k - 3, 16 * k - 2, 16 * k - 1, 16 * k], [7, 8, 9, 10], [0, 0, 1, 2]]):
-        everywhere = scores_of("tied", queries, 16 * k, seed)
-        for other, (local, chosen) in enumerate(ranks_lists(everywhere, lengths, k, ranks, 1)):
-            others[other].copy_(reference.pack(local, chosen, other, ranks, 1))
-            if other == rank:
-                scores.copy_(local)
-                kept.copy_(chosen)
-        others[rank].fill_(UNUSED)
-        graph.replay()
-        check(ids.cpu(), everywhere, lengths)
-        assert before is None or not torch.equal(before, ids)
-        before = ids.clone()
-
-
-@pytest.mark.gpu
-def test_the_merge_does_not_wait_for_the_device():
-    others = torch.full((2, 8, 128), UNUSED, device="cuda")
-    scores, ids = torch.randn(8, 500, device="cuda"), torch.arange(128, dtype=torch.int32, device="cuda").repeat(8, 1)
-    merge(scores, ids, 128, 0, 2, 1, None, OneProcess(others, 0))  # Compiles.
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        merge(scores, ids, 128, 0, 2, 1, None, OneProcess(others, 0))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
