@@ -7,10 +7,10 @@ Microseconds of one call on one GPU: the collective is left out, and its result 
 a CUDA graph, many in a row, over as many inputs as do not fit the L2 cache together; a row is the median over the
 replays of a replay's time divided by its calls. An empty kernel measured the same way is the launch.
 
-- ``select``: the kernel behind the all-gather. ``pack + select``: with the one before it.
-- ``stock``: stock vLLM's selector, and with its own packing; at the sizes it takes, where vLLM and CuTeDSL are there.
-- ``torch.topk``: of the packed numbers, one int64 a candidate, and of the fp32 scores alone, which settles no ties.
-- ``floor``: the bytes that ``select`` reads and writes at the rate of a copy, measured here.
+- `select`: the kernel behind the all-gather. `pack + select`: with the one before it.
+- `stock`: stock vLLM's selector, and with its own packing; at the sizes it takes, where vLLM and CuTeDSL are there.
+- `torch.topk`: of the packed numbers, one int64 a candidate, and of the fp32 scores alone, which settles no ties.
+- `floor`: the bytes that `select` reads and writes at the rate of a copy, measured here.
 """
 
 from __future__ import annotations
