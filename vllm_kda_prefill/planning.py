@@ -29,6 +29,7 @@ from vllm.plugins.kda_prefill_coalescing import settings
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
+from vllm.v1.core.prefill_plan import CHECKPOINT_ALIGNMENT
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.coalescing_scheduler import CoalescingAsyncScheduler, CoalescingScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -164,7 +165,7 @@ class Layout:
             mamba_cache_mode="align",
             num_speculative_blocks=self.mtp,
             num_prefill_checkpoint_blocks=1,
-            prefill_checkpoint_alignment=16,
+            prefill_checkpoint_alignment=CHECKPOINT_ALIGNMENT,
         )
         groups = [KVCacheGroupSpec(["attention"], attention, is_eagle_group=self.mtp > 0)]
         groups += [KVCacheGroupSpec([f"kda.{i}"], mamba) for i in range(self.mamba_groups)]
