@@ -21,8 +21,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from vllm_kda_prefill.bench.arms import GATE
+
 BLOCK = 512
-GATE = "VLLM_B12X_KDA_PREFILL_COALESCING"
 
 
 def ladder(length: int) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 
-from vllm_kda_prefill.bench.arms import make_arm
+from vllm_kda_prefill.bench.arms import GATE, RETENTION, SPLIT, make_arm
 from vllm_kda_prefill.bench.budget import Budget
 from vllm_kda_prefill.bench.errors import BenchError
 from vllm_kda_prefill.bench.records import Recorder
@@ -63,7 +63,7 @@ def test_every_suite_over_three_arms(tmp_path):
     found = records(tmp_path)
     assert found[0]["kind"] == "run"
     assert found[0]["packages"]["vllm"]
-    assert found[0]["configuration"]["arms"]["ladder"]["environment"]["VLLM_B12X_KDA_PREFILL_COALESCING"] == "1"
+    assert found[0]["configuration"]["arms"]["ladder"]["environment"][GATE] == "1"
     assert found[0]["configuration"]["arms"]["stock"]["command"][-2:] == ["--max-num-seqs", "8"]
     samples = [record for record in found if record["kind"] == "sample"]
     cold = [sample for sample in samples if sample["suite"] == "cold"]
@@ -213,13 +213,13 @@ def test_an_argument_that_the_runner_sets_is_refused(tmp_path):
 
 def test_arms_differ_from_stock_in_what_they_say():
     stock, ladder, equal = (make_arm(name, 512) for name in ("stock", "ladder@260", "equal"))
-    assert stock.environment["VLLM_B12X_KDA_PREFILL_COALESCING"] == "0"
+    assert stock.environment[GATE] == "0"
     assert stock.arguments == ()
-    assert ladder.environment["VLLM_B12X_KDA_PREFILL_RETENTION"] == "ladder"
+    assert ladder.environment[RETENTION] == "ladder"
     assert ladder.arguments == ("--num-gpu-blocks-override", "260")
     assert equal.equal_to == "ladder"
     assert not equal.coalesces
-    assert {arm.environment["VLLM_GLM53_SPLIT_MAMBA_BLOCK_SIZE"] for arm in (stock, ladder, equal)} == {"512"}
+    assert {arm.environment[SPLIT[1]] for arm in (stock, ladder, equal)} == {"512"}
 
 
 def test_servers_go_first_equally_often():

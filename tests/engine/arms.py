@@ -20,10 +20,10 @@ import torch
 from tests.engine import one_gpu
 from tests.engine.compare import LISTED
 from tests.engine.glm import write_config
+from vllm.kda_prefill_variables import GATE, LOG_LIMIT, RETENTION, SPLIT_MAMBA, SPLIT_TARGET
 
 RUN_ARM = Path(__file__).with_name("run_arm.py")
-GATE = "VLLM_B12X_KDA_PREFILL_COALESCING"
-SPLIT = ("VLLM_GLM53_SPLIT_TARGET_BLOCK_SIZE", "VLLM_GLM53_SPLIT_MAMBA_BLOCK_SIZE")
+SPLIT = (SPLIT_TARGET, SPLIT_MAMBA)
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class Arm:
         return {
             **{name: value for name, value in os.environ.items() if name not in SPLIT},
             GATE: str(int(self.gate)),
-            "VLLM_B12X_KDA_PREFILL_RETENTION": self.policy,
-            "VLLM_B12X_KDA_PREFILL_COALESCING_LOG_LIMIT": str(self.log_limit),
+            RETENTION: self.policy,
+            LOG_LIMIT: str(self.log_limit),
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             **split,
             **(one_gpu.environment(self.tp) if self.tp > 1 else {}),

@@ -11,6 +11,7 @@ import pytest
 
 from tests.engine.arms import Arm, Runs, generate, prompt
 from tests.engine.compare import LISTED, difference, rounded
+from vllm.kda_prefill_variables import SPLIT_MAMBA, SPLIT_TARGET
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -114,6 +115,6 @@ def test_the_gate_refuses_stocks_blocks_with_a_hint(runs):
         runs.answers("refused")
     message = str(failure.value)
     assert "Mamba blocks of 4608 tokens leave" in message
-    assert "VLLM_GLM53_SPLIT_TARGET_BLOCK_SIZE" in message
-    assert "VLLM_GLM53_SPLIT_MAMBA_BLOCK_SIZE" in message
+    assert SPLIT_TARGET in message
+    assert SPLIT_MAMBA in message
     assert "Loading weights" not in runs.log("refused")

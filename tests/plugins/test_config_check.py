@@ -11,7 +11,7 @@ import torch
 
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.config.attention import HiSparseConfig
-from vllm.kda_prefill_variables import SPLIT_MAMBA, SPLIT_TARGET
+from vllm.kda_prefill_variables import GATE, SPLIT_MAMBA, SPLIT_TARGET
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins.kda_prefill_coalescing import config_check, patches
 from vllm_kda_prefill.planning import Layout
@@ -201,7 +201,7 @@ def test_all_unmet_conditions_are_named_at_once(config, monkeypatch):
     together = [name for name in CASES if name not in apart]
     for name in together:
         CASES[name][0](config, monkeypatch)
-    with pytest.raises(ValueError, match="VLLM_B12X_KDA_PREFILL_COALESCING=1") as error:
+    with pytest.raises(ValueError, match=f"{GATE}=1") as error:
         config_check.check(config)
     assert "\n" not in str(error.value)
     for name in together:

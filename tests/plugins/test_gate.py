@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-GATE = "VLLM_B12X_KDA_PREFILL_COALESCING"
+from vllm.kda_prefill_variables import GATE
 
 ENGINE_CONFIG = """
     import vllm.platforms

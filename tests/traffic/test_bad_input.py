@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.traffic.world import Setting, World
+from vllm.kda_prefill_variables import GATE
 from vllm.v1.core.prefill_plan import HINT, PLANS_ATTRIBUTE, PlanMismatchError, PrefillPlan, plans_of
 from vllm_kda_prefill.planning import Layout
 from vllm_kda_prefill.toymodel.worker import ToyWorker
@@ -192,5 +193,5 @@ def test_output_of_a_scheduler_without_the_gate():
     world.arrive(world.words(100))
     output = world.server.schedule()
     assert not hasattr(output, PLANS_ATTRIBUTE)
-    with pytest.raises(PlanMismatchError, match="without this fork's scheduler; set VLLM_B12X_KDA_PREFILL_COALESCING"):
+    with pytest.raises(PlanMismatchError, match=f"without this fork's scheduler; set {GATE}"):
         plans_of(output)

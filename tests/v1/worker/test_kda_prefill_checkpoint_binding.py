@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from vllm.kda_prefill_variables import GATE
 from vllm.v1.attention.backends.checkpoint_rows import NOTHING, bind_rows
 from vllm.v1.core.prefill_plan import PLANS_ATTRIBUTE, PlanMismatchError, PrefillPlan, plans_of
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -87,7 +88,7 @@ def test_a_batch_that_names_a_request_twice_is_refused():
 
 
 def test_an_output_from_an_engine_without_the_gate_is_refused():
-    with pytest.raises(PlanMismatchError, match="VLLM_B12X_KDA_PREFILL_COALESCING alike in every process"):
+    with pytest.raises(PlanMismatchError, match=f"{GATE} alike in every process"):
         plans_of(SchedulerOutput.make_empty())
 
 
