@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.traffic.machine import LONGEST_REAL, REAL_BLOCK, RealSizeTraffic
+from tests.traffic.layouts import LONGEST_REAL, REAL_BLOCK
+from tests.traffic.machine import RealSizeTraffic
 from tests.traffic.suite import run
 from tests.traffic.world import Setting, World
 from vllm_kda_prefill.planning import Layout
