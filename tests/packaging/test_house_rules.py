@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that every file keeps: a licence line, short names of tests, one word a thing, imports that go down."""
+"""Rules that every file keeps: a licence line, 300 lines, short names of tests, one word a thing, imports downwards."""
 
 from __future__ import annotations
 
@@ -75,6 +75,14 @@ def test_every_source_begins_with_its_licence() -> None:
         path: [line for line in path.read_text().splitlines() if not line.startswith("#!")][:1] for path in sources
     }
     assert [path for path, head in heads.items() if LICENCE not in "".join(head)] == []
+
+
+def test_files_have_at_most_300_lines() -> None:
+    lengths = {
+        str(path.relative_to(CHECKOUT)): len(path.read_text().splitlines())
+        for path in files(".py", folders=("benchmarks", "tests", "vllm", "vllm_kda_prefill"))
+    }
+    assert {path: length for path, length in lengths.items() if length > 300} == {}
 
 
 def test_names_of_tests_are_at_most_60_characters() -> None:
