@@ -4,7 +4,8 @@
 import pytest
 import torch
 
-from vllm_kda_prefill.toymodel.kda import CHUNK, KDAInputs, KDALayer
+from vllm.v1.core.prefill_plan import CHECKPOINT_ALIGNMENT
+from vllm_kda_prefill.toymodel.kda import KDAInputs, KDALayer
 from vllm_kda_prefill.toymodel.model import ModelSizes, ToyModel
 
 SIZES = ModelSizes(kda_layers=2)
@@ -36,8 +37,8 @@ def test_chunked_form_equals_token_by_token(model, count):
     for token in range(count):
         expected, state = layer.step(inputs, token, state)
         torch.testing.assert_close(out[:, token], expected, rtol=1e-10, atol=1e-12)
-        if (token + 1) % CHUNK == 0:
-            torch.testing.assert_close(states[(token + 1) // CHUNK], state, rtol=1e-10, atol=1e-12)
+        if (token + 1) % CHECKPOINT_ALIGNMENT == 0:
+            torch.testing.assert_close(states[(token + 1) // CHECKPOINT_ALIGNMENT], state, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(states[-1], state, rtol=1e-10, atol=1e-12)
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-CHUNK = 16
-"""Tokens between two states that the chunked form can hand out."""
+from vllm.v1.core.prefill_plan import CHECKPOINT_ALIGNMENT
 
 CONV_WIDTH = 4
 WINDOW = CONV_WIDTH - 1
@@ -135,18 +134,18 @@ class KDALayer:
             after all `T`.
         """
         tokens = inputs.q.shape[1]
-        padding = -tokens % CHUNK
+        padding = -tokens % CHECKPOINT_ALIGNMENT
 
         def chunks(x: Tensor) -> Tensor:
             padded = functional.pad(x, (0, 0) * (x.dim() - 2) + (0, padding))
-            return padded.unflatten(1, (-1, CHUNK))
+            return padded.unflatten(1, (-1, CHECKPOINT_ALIGNMENT))
 
         # A padded token has k = 0, beta = 0 and no decay: it leaves the state alone.
         q, k, v = chunks(inputs.q), chunks(inputs.k), chunks(inputs.v)
         beta = chunks(inputs.beta)[..., None]
         decay = chunks(inputs.log_decay).cumsum(2)
         k_in, k_out, q_in = k * decay.exp(), k * (-decay).exp(), q * decay.exp()
-        system = torch.eye(CHUNK, dtype=torch.float64) + (beta * (k_in @ k_out.transpose(2, 3))).tril(-1)
+        system = torch.eye(CHECKPOINT_ALIGNMENT, dtype=torch.float64) + (beta * (k_in @ k_out.transpose(2, 3))).tril(-1)
         solved = torch.linalg.solve_triangular(
             system, torch.cat([beta * v, beta * k_in], -1), upper=False, unitriangular=True
         )

@@ -14,14 +14,14 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backends.checkpoint_rows import CheckpointRows, bind_rows
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.gdn_checkpoint import CheckpointedGDNMetadataBuilder
-from vllm.v1.core.prefill_plan import PLANS_ATTRIBUTE, PrefillPlan, plans_of
+from vllm.v1.core.prefill_plan import CHECKPOINT_ALIGNMENT, PLANS_ATTRIBUTE, PrefillPlan, plans_of
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm_kda_prefill.toymodel.batch import Batch
 from vllm_kda_prefill.toymodel.blocks import Blocks
 from vllm_kda_prefill.toymodel.checks import check_chain, check_context
 from vllm_kda_prefill.toymodel.fingerprints import EMPTY, Fingerprints, extend, spoiled
-from vllm_kda_prefill.toymodel.kda import CHUNK, WINDOW, KDAInputs, KDALayer
+from vllm_kda_prefill.toymodel.kda import WINDOW, KDAInputs, KDALayer
 from vllm_kda_prefill.toymodel.kda_rows import KDARow, kda_rows
 from vllm_kda_prefill.toymodel.migration import Migration
 from vllm_kda_prefill.toymodel.model import ToyModel
@@ -204,7 +204,7 @@ class ToyWorker:
             return layer.project(out), chain
         out, states = layer.chunked(inputs, state)
         for after, block_id in row.exports.items():
-            self._export(group, block_id, after, states[after // CHUNK], history, ends)
+            self._export(group, block_id, after, states[after // CHECKPOINT_ALIGNMENT], history, ends)
         self._export(group, first, len(tokens), states[-1], history, ends)
         return layer.project(out), chain
 

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Mapping
 
 from vllm.config import CacheConfig
+from vllm.kda_prefill_variables import GATE, SPLIT_TARGET
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.cache_groups import CacheGroups
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -119,11 +120,10 @@ def check_hit_alignment(grid: LookupGrid) -> None:
         ValueError: They are smaller; the message names both sizes.
     """
     if grid.hit_alignment > grid.mamba_block:
-        # The names of the settings are the plugin's, which this file does not import; a test compares them.
         raise ValueError(
             f"Mamba blocks of {grid.mamba_block} tokens are smaller than the {grid.hit_alignment} tokens that "
-            f"prefix-cache hits are aligned to: set VLLM_GLM53_SPLIT_TARGET_BLOCK_SIZE to {grid.mamba_block} or a "
-            "divisor of it, or serve with VLLM_B12X_KDA_PREFILL_COALESCING=0"
+            f"prefix-cache hits are aligned to: set {SPLIT_TARGET} to {grid.mamba_block} or a divisor of it, or serve "
+            f"with {GATE}=0"
         )
 
 
