@@ -38,3 +38,13 @@ def check_output(path: Path, option: str = "--output", is_folder: bool = False) 
     nearest = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
     is_good = os.access(nearest, os.W_OK) and (nearest.is_dir() or nearest == path.absolute())
     check(option, path, is_good, f"name a {kind} that you can write to")
+
+
+def check_plot(plot: Path) -> None:
+    """The picture must be one that can be drawn, at a place that can be written to."""
+    folder = plot.absolute().parent
+    check("--plot", plot, plot.suffix in (".png", ".svg", ".pdf"), "name a .png, .svg or .pdf file")
+    check("--plot", plot, folder.is_dir(), "make its folder first")
+    check("--plot", plot, os.access(folder, os.W_OK), "choose a folder you can write to")
+    check("--plot", plot, not plot.is_dir(), "it is a folder; name a file")
+    check("--plot", plot, not plot.exists() or os.access(plot, os.W_OK), "the file cannot be written over")

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vllm_kda_prefill.console import AsJson, Dcp, Mtp, Policy, PolicyName, Verbose, check, check_engine, quietly
+from vllm_kda_prefill.console import AsJson, Dcp, Mtp, Policy, PolicyName, Verbose, check_engine, quietly
+from vllm_kda_prefill.paths import check_plot
 
 if TYPE_CHECKING:
     from vllm_kda_prefill.demo.conversation import Conversation
@@ -58,13 +58,3 @@ def demo(
         print_demo(conversation, plot)
     if not conversation.all_equal:
         raise typer.Exit(1)
-
-
-def check_plot(plot: Path) -> None:
-    """The picture must be one that can be drawn, at a place that can be written to."""
-    folder = plot.absolute().parent
-    check("--plot", plot, plot.suffix in (".png", ".svg", ".pdf"), "name a .png, .svg or .pdf file")
-    check("--plot", plot, folder.is_dir(), "make its folder first")
-    check("--plot", plot, os.access(folder, os.W_OK), "choose a folder you can write to")
-    check("--plot", plot, not plot.is_dir(), "it is a folder; name a file")
-    check("--plot", plot, not plot.exists() or os.access(plot, os.W_OK), "the file cannot be written over")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from vllm_kda_prefill.console import (
     quietly,
 )
 from vllm_kda_prefill.layout.command import read_memory
-from vllm_kda_prefill.paths import ModelFolder
+from vllm_kda_prefill.paths import ModelFolder, check_plot
 
 if TYPE_CHECKING:
     from vllm_kda_prefill.planning import Layout
@@ -101,7 +100,7 @@ def trace(
     check("--concurrent", concurrent, concurrent == 1 or arrivals is None, "leave it out, or leave out --arrivals")
     check("--tp", tp, tp % dcp == 0, f"give a multiple of --dcp, {dcp}")
     if plot is not None:
-        _check_plot(plot)
+        check_plot(plot)
     arms = tuple(dict.fromkeys(("stock", *(name.strip() for name in policy.split(",")))))
     check("--policy", policy, set(arms) <= {"stock", *POLICIES}, "give ladder, replay, or both with a comma")
     cache = Cache(numbers(blocks, "--blocks"), memory, model, tp or max(TP, dcp), dcp, mtp, block_size, groups, budget)
@@ -203,11 +202,3 @@ def _check_memory(cache: Cache) -> None:
     for part in cache.memory.split(","):
         check("--memory", part, read_memory(part) > 0, "give more than nothing")
     check_model(cache.model, cache.mtp)
-
-
-def _check_plot(plot: Path) -> None:
-
-    folder = plot.absolute().parent
-    check("--plot", plot, plot.suffix in (".png", ".svg", ".pdf"), "name a .png, .svg or .pdf file")
-    check("--plot", plot, folder.is_dir() and os.access(folder, os.W_OK), "name a file in a folder you can write to")
-    check("--plot", plot, not plot.is_dir(), "it is a folder; name a file")
