@@ -65,9 +65,10 @@ def branch_hits(engine: Engine) -> list[int]:
     [(1, [7680, 7168, 6144, 4096]), (2, [7680, 7168, 6144, 4096]), (4, [7680, 6144, 6144, 4096])],
 )
 def test_equal_retention_hits_where_ladder_hits(monkeypatch, dcp, hits):
-    equal = branch_hits(stopping_engine(monkeypatch, mtp=3, dcp=dcp))
-    assert equal == hits
-    assert equal == branch_hits(Engine.build(Layout(mtp=3, dcp=dcp, mamba_groups=2)))
+    """But for 7,168 at DCP4: stock's lookup returns no state inside an attention block of 2,048 tokens."""
+    assert branch_hits(stopping_engine(monkeypatch, mtp=3, dcp=dcp)) == hits
+    ladder = branch_hits(Engine.build(Layout(mtp=3, dcp=dcp, mamba_groups=2)))
+    assert ladder == [7680, 7168, 6144, 4096]
 
 
 def test_the_factory_follows_the_configuration():

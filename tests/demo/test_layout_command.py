@@ -51,9 +51,9 @@ def test_stock_and_split_stand_side_by_side(glm_report):
     assert [layouts[name]["attention_block"] for name in layouts] == [2560, 512, 1024]
     assert [layouts[name]["scheduler_block"] for name in layouts] == [10240, 2048, 4096]
     assert [layouts[name]["ladders"]["8192"]["positions"] for name in layouts] == [
-        [7680],
-        [4096, 6144, 7680],
-        [4096, 7168],
+        [5120, 7680],
+        [4096, 6144, 7168, 7680],
+        [4096, 6144, 7168],
     ]
 
 

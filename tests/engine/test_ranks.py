@@ -50,7 +50,7 @@ LAYOUTS = {
     "tp4 dcp4 no mtp": Arm(False, tp=4, dcp=4, mtp=0, cache_gib=1),
 }
 """Each with stock's arm in it. Two engines of four ranks fit on the GPU if their caches are no larger."""
-HITS = {1: [7680, 7168, 6144, 4096], 2: [7680, 7168, 6144, 4096], 4: [7680, 6144, 6144, 4096]}
+HITS = {1: [7680, 7168, 6144, 4096], 2: [7680, 7168, 6144, 4096], 4: [7680, 7168, 6144, 4096]}
 """By DCP, the deepest state below each branch that attention reaches too, in blocks of 512 tokens a rank."""
 
 KERNELS = {2: "tp2 dcp2", 4: "tp4 dcp4"}

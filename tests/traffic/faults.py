@@ -12,6 +12,8 @@ from unittest.mock import patch
 from vllm.v1.attention.backends.checkpoint_rows import CheckpointRows
 from vllm.v1.attention.backends.gdn_checkpoint import CheckpointedGDNMetadataBuilder
 from vllm.v1.core import stock_guards
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.boundary_attention import BoundaryAttentionManager
 from vllm.v1.core.coalescing_kv_cache_manager import CoalescingKVCacheManager
 from vllm.v1.core.sched.coalescing_scheduler import CoalescingScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -197,6 +199,31 @@ def too_early(original: Any, migration: Any, request: Any, count: int) -> None:
     original(migration, request, count)
 
 
+def one_boundary_more(original: Any, manager: Any, request: Any, first: int, num_tokens: int) -> None:
+    """A block gets the name of the next boundary as well, which a later step fills."""
+    hashed = len(request.block_hashes) * manager.block_pool.hash_block_size
+    held = len(manager.req_to_blocks[request.request_id]) * manager.block_size
+    original(manager, request, first, min(num_tokens + manager.boundary_step, hashed, held))
+
+
+def whole_blocks_withdrawn(original: Any, manager: Any, request: Any) -> None:
+    """A preempted request's blocks that end on a boundary inside them keep their names."""
+    for group in manager.coordinator.single_type_managers:
+        for block in group.req_to_blocks.get(request.request_id, ()):
+            tokens = block.block_hash_num_tokens or 0
+            if tokens > request.num_computed_tokens and tokens % group.block_size == 0:
+                manager.block_pool._maybe_evict_cached_block(block)
+
+
+def first_name_removed(original: Any, pool: Any, block: Any) -> Any:
+    """A block that gets a new owner keeps all its names but the first."""
+    kept = pool.cached_block_hashes_by_block.pop(block.block_id, None)
+    removed = original(pool, block)
+    if kept:
+        pool.cached_block_hashes_by_block[block.block_id] = kept
+    return removed
+
+
 def nothing(*args: Any, **kwargs: Any) -> None:
     """Leave it out."""
 
@@ -222,6 +249,16 @@ MUTANTS: dict[str, Plant] = {
     "block taken by a hit stays in the free list": around(TieredFreeQueue, "remove", nothing),
     "preemption keeps unwritten entries": around(stock_guards, "withdraw_unwritten", nothing),
     "unwritten block copied for a hit": around(stock_guards, "copies_unwritten_block", lambda *args: False),
+    "boundary named before it is filled": around(BoundaryAttentionManager, "_name_boundaries", one_boundary_more),
+    "preemption keeps unwritten boundaries": around(stock_guards, "withdraw_unwritten", whole_blocks_withdrawn),
+    "hit at a boundary writes into the shared block": around(
+        BoundaryAttentionManager, "_has_partial_local_hit", lambda *args: False
+    ),
+    "rewritten block keeps its boundaries": around(BlockPool, "_remove_cached_block_hashes", first_name_removed),
+    "boundaries inside a block not named": around(BoundaryAttentionManager, "_name_boundaries", nothing),
+    "decode names what its step writes": around(
+        BoundaryAttentionManager, "_nameable", lambda original, manager, request, num_tokens: num_tokens
+    ),
     "convolution window one token early": around(ToyWorker, "_export", shifted),
     "convolution window shifted by a draft": around(Migration, "_move", draft_shifted),
     "copy-on-write not executed": around(Blocks, "copy", nothing),

@@ -78,6 +78,23 @@ def check_ownership(scheduler: Scheduler) -> None:
         assert columns[block_id] < 2 or block.block_hash is not None, f"block {block_id} is shared and not cached"
 
 
+def check_names(scheduler: Scheduler) -> None:
+    """Every name of the prefix cache is one that its block knows of, so that all go with it; and none is lost."""
+    pool = scheduler.kv_cache_manager.block_pool
+    held: Counter[int] = Counter()
+    for found in pool.cached_block_hash_to_block._cache.values():
+        held.update(list(found) if isinstance(found, dict) else [found.block_id])
+    for block in pool.blocks:
+        more = pool.cached_block_hashes_by_block.get(block.block_id, set())
+        assert not more or block.block_hash is not None, f"block {block.block_id} has more names and no first one"
+        names = {name for name in (block.block_hash, *more) if name is not None}
+        assert held[block.block_id] == len(names), (
+            f"block {block.block_id} knows {len(names)} names of {held[block.block_id]}"
+        )
+        for name in names:
+            assert pool.cached_block_hash_to_block.contain(name, block.block_id), f"block {block.block_id} is not found"
+
+
 def check_tables(scheduler: Scheduler, worker: ToyWorker) -> None:
     """Wherever the allocator names a block, the worker's append-only table names the same one."""
     for single_type in scheduler.kv_cache_manager.coordinator.single_type_managers:

@@ -61,6 +61,23 @@ def crowded_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
 
 
 @st.composite
+def crowded_wide_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
+    """The same with several states an attention block, so that a preempted chunk may begin and end inside one."""
+    return Layout(
+        attention_block=BLOCK,
+        mamba_block=BLOCK,
+        dcp=draw(st.sampled_from((2, 4))),
+        mtp=draw(st.sampled_from((0, 0, 3))),
+        budget=128,
+        num_blocks=draw(st.sampled_from((13, 16))),
+        max_seqs=8,
+        max_model_len=MAX_MODEL_LEN,
+        long_prefill_threshold=draw(st.sampled_from((BLOCK, 2 * BLOCK))),
+        scheduling="priority",
+    )
+
+
+@st.composite
 def wide_layouts(draw: st.DrawFn, attention_blocks: Sequence[int]) -> Layout:
     """Engines whose attention blocks hold several states, so that most hits copy a block."""
     return Layout(

@@ -15,6 +15,7 @@ from tests.traffic.layouts import (
     LONGEST_REAL,
     REAL_BLOCK,
     crowded_layouts,
+    crowded_wide_layouts,
     fine_layouts,
     layouts,
     real_size_layouts,
@@ -203,6 +204,12 @@ class CrowdedTraffic(Traffic):
     engines = staticmethod(crowded_layouts)
 
 
+class CrowdedWideTraffic(Traffic):
+    """Traffic on wide attention blocks in pools that hold one or two requests."""
+
+    engines = staticmethod(crowded_wide_layouts)
+
+
 class WideTraffic(Traffic):
     """Traffic on wide attention blocks."""
 
@@ -254,4 +261,4 @@ class StockWideTraffic(StockTraffic):
     engines = staticmethod(wide_layouts)
 
 
-MACHINES: tuple[type[Traffic], ...] = (Traffic, CrowdedTraffic, WideTraffic, FineTraffic)
+MACHINES: tuple[type[Traffic], ...] = (Traffic, CrowdedTraffic, CrowdedWideTraffic, WideTraffic, FineTraffic)

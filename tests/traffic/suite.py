@@ -6,10 +6,16 @@ from __future__ import annotations
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.traffic.machine import CrowdedTraffic, FineTraffic, Traffic, WideTraffic
+from tests.traffic.machine import CrowdedTraffic, CrowdedWideTraffic, FineTraffic, Traffic, WideTraffic
 
 SEED = 0
-EXAMPLES: dict[type[Traffic], int] = {WideTraffic: 15, FineTraffic: 10, CrowdedTraffic: 20, Traffic: 18}
+EXAMPLES: dict[type[Traffic], int] = {
+    WideTraffic: 15,
+    FineTraffic: 10,
+    CrowdedTraffic: 20,
+    CrowdedWideTraffic: 12,
+    Traffic: 18,
+}
 
 
 def run(machine: type[Traffic], examples: int, first_seed: int = SEED, steps: int = 30) -> None:

@@ -16,7 +16,7 @@ def test_nothing_wrong_is_ever_served():
     run(RealSizeTraffic, examples=3, steps=10)
 
 
-@pytest.mark.parametrize(("dcp", "asynchronous", "resumed"), [(1, True, 32_256), (2, False, 31_744), (4, True, 30_720)])
+@pytest.mark.parametrize(("dcp", "asynchronous", "resumed"), [(1, True, 32_256), (2, False, 32_256), (4, True, 32_256)])
 def test_whoever_leaves_40000_tokens_resumes_at_a_checkpoint(dcp, asynchronous, resumed):
     layout = Layout(REAL_BLOCK, REAL_BLOCK, dcp=dcp, mtp=3, num_blocks=200, mamba_groups=2, max_model_len=65536)
     world = World(Setting(layout, asynchronous=asynchronous))

@@ -5,7 +5,7 @@ import pytest
 
 from tests.traffic import soak
 from tests.traffic.machine import StockCrowdedTraffic, StockPlainTraffic, StockWideTraffic
-from tests.traffic.mutants import check_reuse
+from tests.traffic.scenes import SCENES
 from tests.traffic.suite import EXAMPLES, run
 from tests.traffic.world import Setting, World
 from vllm_kda_prefill.planning import Layout
@@ -16,8 +16,9 @@ def test_nothing_wrong_is_ever_served(machine):
     run(machine, EXAMPLES[machine])
 
 
-def test_states_are_there_for_whoever_leaves_a_prompt():
-    check_reuse()
+@pytest.mark.parametrize("scene", SCENES)
+def test_what_random_traffic_meets_seldom(scene):
+    scene()
 
 
 TIGHT = Layout(

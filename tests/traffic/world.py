@@ -15,6 +15,7 @@ from tests.traffic.invariants import (
     NamedPrefix,
     cache_entries,
     check_contents,
+    check_names,
     check_nothing_leaked,
     check_ownership,
     check_tables,
@@ -153,6 +154,7 @@ class World:
         self._learn_names()
         self._snapshots.append(cache_entries(self.scheduler, self._names))
         check_ownership(self.scheduler)
+        check_names(self.scheduler)
         self._count(output)
         self.broken = False
 
@@ -174,6 +176,7 @@ class World:
         self.server.logits |= result.logits
         self.server.report(output, result)
         check_ownership(self.scheduler)
+        check_names(self.scheduler)
         self._check_finished()
         self.broken = False
 

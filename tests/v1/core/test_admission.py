@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from vllm.v1.core.coalescing_kv_cache_manager import CoalescingKVCacheManager
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -187,3 +188,40 @@ def test_decoding_requests_keep_the_blocks_they_grow_into(num_short: int) -> Non
     for num_blocks in range(46, 62):
         stock, ours = (preempted_by_a_long_prompt(arm, num_blocks, num_short) for arm in ("stock", "coalesced"))
         assert ours <= stock, num_blocks
+
+
+def cached_of_a_branch(dcp: int, num_free: int) -> int | None:
+    """Cached tokens of a prompt that leaves another one inside an attention block, with so many free blocks in the
+    pool; None if it has to wait."""
+    layout = Layout(attention_block=BLOCK, mamba_block=BLOCK, dcp=dcp, budget=512, num_blocks=40, max_model_len=1024)
+    engine = Engine.build(layout)
+    scheduler, pool = engine.scheduler, engine.scheduler.kv_cache_manager.block_pool
+    prompt = list(range(6 * BLOCK * dcp))
+    engine.add("first", prompt)
+    while scheduler.requests:
+        engine.step()
+    # Blocks without an entry go first, so the cache keeps what the branch hits.
+    pool.get_new_blocks(pool.get_num_free_blocks() - num_free)
+    leaves = scheduler.retention.grid.tail(len(prompt)) + 4
+    engine.add("branch", prompt[:leaves] + list(range(9000, 9000 + 3 * BLOCK)))
+    new = engine.step().scheduled_new_reqs
+    return new[0].num_computed_tokens if new else None
+
+
+@pytest.mark.parametrize("dcp", [2, 4])
+def test_nobody_waits_for_the_block_of_a_copy(dcp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hit inside an attention block takes one block more than a hit at its beginning, until it is copied.
+
+    Where that one is lacking, the request resumes less deep, in the same step.
+    """
+    frees = range(8, 24)
+    ours = [cached_of_a_branch(dcp, num_free) for num_free in frees]
+    monkeypatch.setattr(CoalescingKVCacheManager, "get_computed_blocks", KVCacheManager.get_computed_blocks)
+    copying = [cached_of_a_branch(dcp, num_free) for num_free in frees]
+    print(ours, copying)
+    spared = [index for index, cached in enumerate(copying) if cached is None and ours[index] is not None]
+    assert len(spared) == 1
+    assert ours[spared[0]] < ours[spared[0] + 1]  # type: ignore[operator]
+    assert [cached for index, cached in enumerate(ours) if index != spared[0]] == [
+        cached for index, cached in enumerate(copying) if index != spared[0]
+    ]

@@ -41,7 +41,7 @@ ROW_BYTES_ON_SM12X = 656
 """Of a token: 512 values in fp8, their scales, and room for 64 positions in bf16 that this model does not use."""
 
 REPLAY = {1: (7168, 7680), 2: (6144, 7168, 7680), 4: (4096, 6144, 7168, 7680)}
-LADDER = {1: (4096, 6144, 7168, 7680), 2: (4096, 6144, 7168, 7680), 4: (4096, 6144, 7680)}
+LADDER = {1: (4096, 6144, 7168, 7680), 2: (4096, 6144, 7168, 7680), 4: (4096, 6144, 7168, 7680)}
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def test_512_token_blocks_coalesce_8k_into_one_span(split, ranks, dtype, mtp):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "positions", "hit"), [((512, 1024), (4096, 6144, 7168), 7168), ((1024, 1024), (4096, 7168), 7168)]
+    ("sizes", "positions", "hit"), [((512, 1024), (4096, 6144, 7168), 7168), ((1024, 1024), (4096, 6144, 7168), 7168)]
 )
 def test_a_pair_of_other_sizes_is_served_and_hit(split, sizes, positions, hit):
     split(*sizes)

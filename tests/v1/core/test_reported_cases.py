@@ -109,20 +109,21 @@ class TestWholeBlocks:
 
 
 class TestSharedPrefixOf16384:
-    """Right: TP4, DCP4, MTP3, blocks of 2,048 tokens: siblings share 16,384 tokens and resume at 14,336.
+    """Right: TP4, DCP4, MTP3, blocks of 2,048 tokens: siblings share 16,384 tokens and resume at 15,872.
 
-    The attention block that ends at 16,384 is hashed with token 16,384, the first that differs.
+    The attention block that ends at 16,384 is hashed with token 16,384, the first that differs. Stock resumes at the
+    block before, 14,336; here the block is also cached under 15,872, as on one rank.
     """
 
     layout = Layout(dcp=4, mtp=3)
 
-    @pytest.mark.parametrize("tail", [200, 1000, 2000, 3000])
-    def test_the_second_sibling_finds_it_already(self, tail: int, states: Any) -> None:
-        # 14,336 is a checkpoint of each of these prompts: E - 2,048 or E - 4,096, lowered to a multiple of 2,048.
+    @pytest.mark.parametrize("tail, checkpoint", [(200, 15_872), (1000, 15_360), (2000, 14_336), (3000, 15_360)])
+    def test_siblings_resume_at_a_checkpoint_then_the_junction(self, tail: int, checkpoint: int, states: Any) -> None:
+        # The checkpoints are E - 1,024, E - 2,048 or E - 4,096 of each of these prompts.
         engine, served = siblings(self.layout, "coalesced", 16_384, tail)
-        assert hits(served) == [0, 14_336, 14_336]
-        assert [one.spans for one in served[1:]] == [[2048 + tail]] * 2
-        assert 14_336 in states.retained(engine, served[0].request)
+        assert hits(served) == [0, checkpoint, 15_872]
+        assert [one.spans for one in served[1:]] == [[16_384 + tail - checkpoint], [512 + tail]]
+        assert checkpoint in states.retained(engine, served[0].request)
 
     @pytest.mark.parametrize("tail", [200, 1000, 2000, 3000])
     def test_stock_finds_it_at_the_third(self, tail: int) -> None:
@@ -171,19 +172,21 @@ class TestSharedLengths:
             (1, 0, 5121, 5120),
             (1, 3, 5120, 4608),
             (1, 3, 5121, 5120),
-            # Attention blocks of 2,048 tokens: two are shared, whatever the token after the tenth 512.
-            (4, 0, 5120, 4096),
-            (4, 3, 5120, 4096),
-            (4, 3, 5121, 4096),
+            (4, 0, 5120, 5120),
+            (4, 3, 5120, 4608),
+            (4, 3, 5121, 5120),
         ],
     )
     @pytest.mark.parametrize("arm", ARMS)
     def test_the_third_resumes_at_the_junction(
         self, arm: Arm, dcp: int, mtp: int, shared: int, junction: int, states: Any
     ) -> None:
+        if arm == "stock" and dcp == 4:
+            # Attention blocks of 2,048 tokens: two are shared, whatever the token after the tenth 512.
+            junction = 4096
         engine, served = siblings(Layout(dcp=dcp, mtp=mtp), arm, shared, 4000)
-        # What the second finds of the first is a checkpoint below the junction: of 9,120 tokens E - 8,192 = 1,024, on
-        # one rank. A checkpoint at the junction itself (E - 4,096 = 5,120, or 4,096 with DCP4) is found at once.
+        # What the second finds of the first is a checkpoint below the junction: of 9,120 tokens E - 8,192 = 1,024.
+        # A checkpoint at the junction itself (E - 4,096 = 5,120) is found at once.
         checkpoint = junction if junction != 4608 else 1024
         assert hits(served) == [0, checkpoint if arm == "coalesced" else 0, junction]
         assert junction in states.retained(engine, served[1].request)

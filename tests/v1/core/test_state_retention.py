@@ -16,12 +16,18 @@ from vllm.v1.kv_cache_interface import get_mamba_prefill_checkpoint_position
 BLOCK = 512
 
 
-def grid(dcp: int = 1, lookahead: int = 0, drop: bool = False, block: int = BLOCK) -> LookupGrid:
-    """The grid of equal attention and Mamba blocks."""
-    return LookupGrid(block, block * dcp, block, block * dcp, 0 if drop else lookahead, drop)
+def grid(dcp: int = 1, lookahead: int = 0, drop: bool = False, whole: bool = False) -> LookupGrid:
+    """The grid of equal attention and Mamba blocks; `whole` where attention answers for whole blocks, as on stock."""
+    return LookupGrid(BLOCK, BLOCK * dcp if whole else BLOCK, BLOCK, BLOCK * dcp, 0 if drop else lookahead, drop)
 
 
-grids = st.builds(grid, dcp=st.sampled_from([1, 2, 4]), lookahead=st.sampled_from([0, 1, 3]), drop=st.booleans())
+grids = st.builds(
+    grid,
+    dcp=st.sampled_from([1, 2, 4]),
+    lookahead=st.sampled_from([0, 1, 3]),
+    drop=st.booleans(),
+    whole=st.booleans(),
+)
 
 
 class TestCheckpointPositions:
@@ -40,12 +46,21 @@ class TestCheckpointPositions:
             (1, 32768, (16384, 24576, 28672, 30720, 31744, 32256)),
             (2, 8192, (4096, 6144, 7168, 7680)),
             (2, 16384, (8192, 12288, 14336, 15360, 15872)),
-            (4, 8192, (4096, 6144, 7680)),
-            (4, 9000, (4096, 6144, 8192, 8704)),
+            (4, 8192, (4096, 6144, 7168, 7680)),
+            (4, 9000, (1024, 5120, 7168, 8192, 8704)),
         ],
     )
     def test_ladder(self, dcp: int, prompt: int, positions: tuple[int, ...]) -> None:
         assert Retention(grid(dcp)).checkpoint_positions(prompt) == positions
+
+    @pytest.mark.parametrize("prompt, positions", [(8192, (4096, 6144, 7680)), (9000, (4096, 6144, 8192, 8704))])
+    def test_whole_attention_blocks_lower_checkpoints(self, prompt: int, positions: tuple[int, ...]) -> None:
+        assert Retention(grid(4, whole=True)).checkpoint_positions(prompt) == positions
+
+    @given(st.integers(1, 70_000), st.sampled_from([0, 1, 3]), st.booleans())
+    def test_ranks_change_nothing(self, prompt: int, lookahead: int, drop: bool) -> None:
+        one, two, four = (Retention(grid(dcp, lookahead, drop)).checkpoint_positions(prompt) for dcp in (1, 2, 4))
+        assert one == two == four
 
     @pytest.mark.parametrize(
         "dcp, positions", [(1, (7168, 7680)), (2, (6144, 7168, 7680)), (4, (4096, 6144, 7168, 7680))]
@@ -54,8 +69,8 @@ class TestCheckpointPositions:
         assert Retention(grid(dcp, lookahead=3), "replay").checkpoint_positions(8192) == positions
 
     def test_block_drop_shifts_reach_one_unit_below_attention_blocks(self) -> None:
-        assert Retention(grid(4, drop=True)).checkpoint_positions(9000) == (3584, 5632, 7680, 8192)
-        assert Retention(grid(2, drop=True)).checkpoint_positions(8192) == (3584, 5632, 6656, 7680)
+        assert Retention(grid(4, drop=True, whole=True)).checkpoint_positions(9000) == (3584, 5632, 7680, 8192)
+        assert Retention(grid(2, drop=True, whole=True)).checkpoint_positions(8192) == (3584, 5632, 6656, 7680)
 
     @given(grids, st.integers(1, 70_000))
     def test_positions_are_few_and_end_at_the_tail(self, lookups: LookupGrid, prompt: int) -> None:
@@ -79,8 +94,8 @@ class TestCheckpointPositions:
             default=0,
         )
         bound = 2 * (prompt - shared) + lookups.mamba_block + proof
-        if lookups.attention_block > lookups.mamba_block:
-            bound += lookups.attention_block - lookups.mamba_block
+        if lookups.attention_step > lookups.mamba_block:
+            bound += lookups.attention_step - lookups.mamba_block
         assert prompt - hit <= bound
 
 
@@ -95,7 +110,7 @@ class TestWanted:
         assert [state.position for state in wanted] == [7680, 6656, 4608]
 
     def test_a_junction_is_lowered_to_where_a_lookup_reaches(self) -> None:
-        assert [s.position for s in Retention(grid(4)).wanted(8192, 0, 8192, shared_prefix=5120)] == [
+        assert [s.position for s in Retention(grid(4, whole=True)).wanted(8192, 0, 8192, shared_prefix=5120)] == [
             7680,
             4096,
             6144,
@@ -139,7 +154,7 @@ class TestGrid:
 
     @given(grids, st.integers(0, 40_000), st.integers(1, 40_000))
     def test_floor_is_reachable_and_the_deepest(self, lookups: LookupGrid, position: int, more_tokens: int) -> None:
-        longer = position + more_tokens + 2 * lookups.attention_block
+        longer = position + more_tokens + 2 * lookups.attention_step
         lowered = lookups.floor(position)
         assert lowered <= position
         assert lowered == 0 or lookups.is_reachable(lowered, longer)
@@ -147,10 +162,10 @@ class TestGrid:
         tail = lookups.tail(longer)
         assert not any(lookups.is_reachable(other, longer) for other in between if other != tail)
 
-    @pytest.mark.parametrize("name", ["mamba_block", "attention_block", "hit_alignment", "scheduler_block"])
+    @pytest.mark.parametrize("name", ["mamba_block", "attention_step", "hit_alignment", "scheduler_block"])
     def test_sizes_are_multiples_of_the_alignment(self, name: str) -> None:
         sizes: dict[str, Any] = dict.fromkeys(
-            ("mamba_block", "attention_block", "hit_alignment", "scheduler_block"), 512
+            ("mamba_block", "attention_step", "hit_alignment", "scheduler_block"), 512
         )
         sizes[name] = 500
         with pytest.raises(ValueError, match=f"{name} must be a positive multiple of 16"):

@@ -156,9 +156,21 @@ PATCHES = (
         goes_when="the faults in docs/upstream.md are fixed and stock grants more than one checkpoint block",
         upstream={
             "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": "8c60d937fd9eb0c8",
+            "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks": "ae0e67c0720ab760",
             "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.get_num_blocks_to_allocate": "4500949e3f03d550",
             "vllm.v1.core.single_type_kv_cache_manager:MambaManager": "ef8c0683976abfec",
+        },
+    ),
+    Patch(
+        name="attention manager",
+        how="the coordinator's own FullAttentionManager takes on a subclass where its blocks are wider than hits",
+        why="under DCP an attention block is also cached under Mamba boundaries inside it, so that every state can be "
+        "hit",
+        goes_when="stock caches an attention block under each boundary inside it that a state may have",
+        upstream={
             "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager": "aebe22ab01bf5786",
+            "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": "36aff2c13acd2797",
+            "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.find_longest_cache_hit": "0d109ac725cf33e2",
         },
     ),
     Patch(

@@ -145,7 +145,8 @@ def cache_groups(vllm_config: VllmConfig, block_outermost: bool = False) -> list
 
 
 def layout_grid(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> LookupGrid:
-    """Where vLLM's prefix-cache lookup can resume with these groups: what a scheduler's own coordinator says."""
+    """Where a prefix-cache lookup of this fork can resume with these groups: what a scheduler's coordinator says."""
+    from vllm.v1.core.boundary_attention import BoundaryAttentionManager
     from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
     from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, resolve_kv_cache_block_sizes
     from vllm.v1.core.lookup_grid import lookup_grid
@@ -167,6 +168,7 @@ def layout_grid(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> Look
         hash_block_size=hash_block,
         num_hash_lookahead_tokens=lookahead,
     )
+    BoundaryAttentionManager.adopt_all(coordinator)
     return lookup_grid(coordinator)
 
 

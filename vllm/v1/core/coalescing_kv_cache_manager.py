@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import cast
 
 from vllm.v1.core import stock_guards
+from vllm.v1.core.boundary_attention import BoundaryAttentionManager
 from vllm.v1.core.cache_groups import CacheGroups
-from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.lookup_grid import lookup_grid
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
@@ -39,21 +40,72 @@ class CoalescingKVCacheManager(KVCacheManager):
     grid: LookupGrid
     eviction: StateEviction
     _exported: dict[str, list[tuple[KVCacheBlock, object]]]
+    _num_lookahead_tokens: int
+    _shortened: tuple[str, int] | None
 
     @classmethod
-    def adopt(cls, manager: KVCacheManager) -> CoalescingKVCacheManager:
+    def adopt(cls, manager: KVCacheManager, num_lookahead_tokens: int = 0) -> CoalescingKVCacheManager:
         """Turn the manager that stock's scheduler has just built into this class, in place.
 
         In place, because connectors and metrics already hold the object.
+
+        Args:
+            manager: Stock's, before its first request.
+            num_lookahead_tokens: Tokens after a request's own that the scheduler allocates blocks for.
         """
         assert type(manager) is KVCacheManager, f"cannot adopt a {type(manager).__name__}"
         manager.__class__ = cls
         adopted = cast(CoalescingKVCacheManager, manager)
+        BoundaryAttentionManager.adopt_all(adopted.coordinator)
         adopted.groups = CacheGroups.of(adopted.coordinator)
         adopted.grid = lookup_grid(adopted.coordinator)
         adopted.eviction = StateEviction(adopted.block_pool, adopted.groups, adopted.grid)
         adopted._exported = {}
+        adopted._num_lookahead_tokens = num_lookahead_tokens
+        adopted._shortened = None
         return adopted
+
+    def get_computed_blocks(
+        self, request: Request, max_cache_hit_length: int | None = None
+    ) -> tuple[KVCacheBlocks, int, int]:
+        """Stock's lookup; but where nothing except the block for a copy is lacking, a hit that needs no copy.
+
+        A hit inside an attention block takes one block more than a hit at its beginning until the copy is made. A
+        request must not wait for that block where it could run without.
+        """
+        self._shortened = None
+        found = super().get_computed_blocks(request, max_cache_hit_length)
+        copies = sum(found[1] % attention.block_size > 0 for attention in self.groups.attention)
+        if copies and 0 < self._lacking(request, found) <= copies:
+            limit = min(found[1] // attention.block_size * attention.block_size for attention in self.groups.attention)
+            shorter = super().get_computed_blocks(request, limit)
+            if self._lacking(request, shorter) <= 0:
+                self._shortened = (request.request_id, limit)
+                return shorter
+        return found
+
+    def lookup_limit(self, request: Request, limit: int | None) -> int | None:
+        """Tokens that the last lookup of `request`, asked for `limit` at most, has looked up at most."""
+        if self._shortened is not None and self._shortened[0] == request.request_id:
+            return self._shortened[1]
+        return limit
+
+    def _lacking(self, request: Request, found: tuple[KVCacheBlocks, int, int]) -> int:
+        """How many more free blocks a request's whole sequence takes after a hit than there are."""
+        blocks, num_hit_tokens, _ = found
+        num_tokens = min(request.num_tokens + self._num_lookahead_tokens, self.max_model_len)
+        needed = self.coordinator.get_num_blocks_to_allocate(
+            request_id=request.request_id,
+            num_tokens=num_tokens,
+            new_computed_blocks=blocks.blocks,
+            num_encoder_tokens=0,
+            total_computed_tokens=num_hit_tokens,
+            num_local_computed_tokens=num_hit_tokens,
+            num_tokens_main_model=request.num_tokens,
+            apply_admission_cap=True,
+            prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
+        )
+        return needed + self.watermark_blocks - self.block_pool.get_num_free_blocks()
 
     def stock_checkpoint(self, request: Request) -> tuple[int, BlockIds] | None:
         """The state that stock's allocation of this step exports inside the request's query, if it keeps it.

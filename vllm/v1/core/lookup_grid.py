@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 
+from vllm.v1.core.boundary_attention import BoundaryAttentionManager
 from vllm.v1.core.cache_groups import CacheGroups
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.state_retention import LookupGrid
@@ -21,7 +22,9 @@ def lookup_grid(coordinator: KVCacheCoordinator) -> LookupGrid:
     (hit_alignment,) = {m.cache_hit_alignment_tokens for m in mamba}
     return LookupGrid(
         mamba_block=mamba_block,
-        attention_block=math.lcm(*(m.block_size for m in attention)),
+        attention_step=math.lcm(
+            *(hit_alignment if isinstance(m, BoundaryAttentionManager) else m.block_size for m in attention)
+        ),
         hit_alignment=hit_alignment,
         scheduler_block=coordinator.scheduler_block_size,
         hash_lookahead=coordinator.block_pool.num_hash_lookahead_tokens,

@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.boundary_attention import BoundaryAttentionManager
 from vllm.v1.core.cache_groups import CacheGroups
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.core.probationary_quota import ProbationaryQuota, Reach
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.core.state_retention import LookupGrid, WantedState
 from vllm.v1.core.tiered_free_queue import TieredFreeQueue
 from vllm.v1.request import Request
@@ -117,7 +119,7 @@ class StateEviction:
                 break
             if position <= hit or not self._grid.is_reachable(position, length):
                 continue
-            name = self._pool._get_partial_block_hash(request, position)
+            name = self._name(request, position)
             if self._is_cached(name, self._state_group):
                 if position > attention.cached:
                     protected = position
@@ -128,19 +130,38 @@ class StateEviction:
         return Reach(hit, protected, probationary)
 
     def _attention_reach(self, request: Request, hit: int, last: int) -> AttentionReach:
-        """How far attention's blocks reach from a hit on."""
-        cached = remembered = last
-        for manager in self._groups.attention:
-            size, group = manager.block_size, manager.kv_cache_group_id
-            for end in range(hit // size * size + size, last + 1, size):
-                name = self._pool._get_partial_block_hash(request, end)
-                if self._is_cached(name, group):
-                    continue
-                cached = min(cached, end - size)
-                if not self._was_protected(name, group):
-                    remembered = min(remembered, end - size)
-                    break
-        return AttentionReach(cached, remembered)
+        """How far attention's blocks reach from a hit on, up to a prompt's tail."""
+        if last <= hit:
+            return AttentionReach(hit, hit)
+        proof = self._grid.hit_alignment if self._grid.drop_block else 0
+        reaches = [self._group_reach(manager, request, hit, last + proof) for manager in self._groups.attention]
+        return AttentionReach(*(min(tokens) - proof for tokens in zip(*reaches, strict=True)))
+
+    def _group_reach(self, manager: SingleTypeKVCacheManager, request: Request, hit: int, last: int) -> AttentionReach:
+        """How far one group's names reach from a hit on: of whole blocks, and then of boundaries inside one."""
+        size, group = manager.block_size, manager.kv_cache_group_id
+        cached: int | None = None
+        start = hit // size * size
+        while start < last:
+            end = start + size
+            if end <= last and self._is_cached(self._name(request, end), group):
+                start = end
+                continue
+            inside = {last} if last < end else set()
+            if isinstance(manager, BoundaryAttentionManager):
+                inside |= set(manager.boundary_names(start, min(end, last)))
+            names = {position: self._name(request, position) for position in inside}
+            found = [position for position, name in names.items() if self._is_cached(name, group)]
+            cached = max(found, default=start) if cached is None else cached
+            if end <= last and self._was_protected(self._name(request, end), group):
+                start = end
+                continue
+            found += [position for position, name in names.items() if self._was_protected(name, group)]
+            return AttentionReach(cached, max(found, default=start))
+        return AttentionReach(last if cached is None else cached, last)
+
+    def _name(self, request: Request, position: int) -> BlockHash:
+        return self._pool._get_partial_block_hash(request, position)
 
     def _is_cached(self, name: BlockHash, group: int) -> bool:
         return self._pool.get_cached_block(name, [group]) is not None

@@ -27,13 +27,13 @@ POLICIES: tuple[str, ...] = get_args(Policy)
 class LookupGrid:
     """Where vLLM's prefix-cache lookup can resume a prompt of a hybrid model.
 
-    A hit is the shortest over all KV cache groups. Full attention answers for whole blocks of
-    `attention_block` tokens, and for one more boundary inside a block: the prompt's own tail.
+    A hit is the shortest over all KV cache groups. Full attention answers for multiples of `attention_step`
+    tokens, and for one more boundary: the prompt's own tail.
 
     Attributes:
         mamba_block: Tokens of one Mamba block.
-        attention_block: Tokens of one full-attention block over all context-parallel ranks (the LCM where
-            groups differ).
+        attention_step: Stock's attention answers for whole blocks: the tokens of one over all context-parallel
+            ranks (the LCM where groups differ). With this fork's names inside a block it is `hit_alignment`.
         hit_alignment: Every hit is a multiple of this: the hash block with fine-grained hits, else the
             scheduler block.
         scheduler_block: LCM of all groups' block sizes.
@@ -42,14 +42,14 @@ class LookupGrid:
     """
 
     mamba_block: int
-    attention_block: int
+    attention_step: int
     hit_alignment: int
     scheduler_block: int
     hash_lookahead: int = 0
     drop_block: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("mamba_block", "attention_block", "hit_alignment", "scheduler_block"):
+        for name in ("mamba_block", "attention_step", "hit_alignment", "scheduler_block"):
             size = getattr(self, name)
             if size <= 0 or size % CHECKPOINT_ALIGNMENT:
                 raise ValueError(f"{name} must be a positive multiple of {CHECKPOINT_ALIGNMENT} tokens, got {size}")
@@ -77,13 +77,13 @@ class LookupGrid:
         A lookup that drops its last unit (`drop_block`) still finds the whole attention block and gives back one
         `hit_alignment`: with attention blocks of 2,048 tokens and hits on 512, it ends at 1,536, 3,584, ...
         """
-        return self.hit_alignment if self.drop_block and self.hit_alignment < self.attention_block else 0
+        return self.hit_alignment if self.drop_block and self.hit_alignment < self.attention_step else 0
 
     @property
     def _step(self) -> int:
         """Reachable positions are multiples of this: whole Mamba blocks wherever the drop allows it."""
         step = math.lcm(self.mamba_block, self.hit_alignment)
-        return step if self._residue % math.gcd(step, self.attention_block) == 0 else self.hit_alignment
+        return step if self._residue % math.gcd(step, self.attention_step) == 0 else self.hit_alignment
 
     def is_reachable(self, position: int, num_tokens: int) -> bool:
         """Whether a lookup can return the state at `position` of a prompt of `num_tokens` tokens."""
@@ -92,12 +92,12 @@ class LookupGrid:
             return False
         if position == self.tail(num_tokens):
             return True
-        return position % self._step == 0 and (position + self._residue) % self.attention_block == 0
+        return position % self._step == 0 and (position + self._residue) % self.attention_step == 0
 
     def floor(self, position: int) -> int:
         """The deepest position at or below `position` that is reachable for every prompt going past it."""
         position -= position % self._step
-        while position > 0 and (position + self._residue) % self.attention_block:
+        while position > 0 and (position + self._residue) % self.attention_step:
             position -= self._step
         return max(position, 0)
 

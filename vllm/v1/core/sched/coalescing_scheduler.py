@@ -45,7 +45,7 @@ class CoalescingScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.kv_cache_manager = CoalescingKVCacheManager.adopt(self.kv_cache_manager)
+        self.kv_cache_manager = CoalescingKVCacheManager.adopt(self.kv_cache_manager, self.num_lookahead_tokens)
         grid = self.kv_cache_manager.grid
         stock_guards.check_hit_alignment(grid)
         self.cache_config = stock_guards.with_mamba_block_size(self.cache_config, grid.mamba_block)
@@ -57,12 +57,12 @@ class CoalescingScheduler(Scheduler):
         self.plan_stats = PrefillPlanStats()
         self._step: dict[str, StepPrefill] = {}
         logger.info(
-            "KDA prefill coalescing: blocks of %d tokens (lookup %d, scheduler %d, attention block %d), "
+            "KDA prefill coalescing: blocks of %d tokens (lookup %d, scheduler %d, attention %d), "
             "policy %s, retention interval %s, up to %d states a query span",
             grid.mamba_block,
             grid.hit_alignment,
             grid.scheduler_block,
-            grid.attention_block,
+            grid.attention_step,
             self.retention.policy,
             self.retention.interval,
             MAX_CHECKPOINTS,
@@ -114,7 +114,7 @@ class CoalescingScheduler(Scheduler):
             return False
         # As stock looked the hit up: another output of the request may be cached less far.
         other = self.aux_output_connector
-        most = other.max_cache_hit(request) if other is not None else None
+        most = self.kv_cache_manager.lookup_limit(request, other.max_cache_hit(request) if other is not None else None)
         if stock_guards.copies_unwritten_block(self.kv_cache_manager, request, num_hit_tokens, self._step, most):
             return True
         unit, hashes = self.hash_block_size, request.block_hashes
