@@ -76,7 +76,7 @@ def test_every_rank_binds_the_same_rows(ranks):
     assert sorted(answers) == list(range(ranks))
     ids, offsets, block_ids = answers[0][0]
     assert ids == ["long", "short"]
-    assert offsets == [[2048, 4096, 4608, 0], [2048, 0, 0, 0]]
+    assert offsets == [[1024, 3072, 4096, 4608], [512, 1536, 2048, 0]]
     assert all(0 not in block_ids[group][0][:3] for group in GROUPS)
     for everyone in answers.values():
         assert everyone == [answers[0][0]] * ranks
