@@ -72,8 +72,8 @@ TWO_TURNS = (TURNS[0], Turn("leaves at 6,500", 6500, 200))
 def zero_states_of_new_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     write = Blocks.write_state
 
-    def zeroed(self, group, block_id, state, prefix):
-        write(self, group, block_id, state * 0.0 if self.group[block_id] == -1 else state, prefix)
+    def zeroed(self, block_id, state):
+        write(self, block_id, state * 0.0 if self.states[block_id].isnan().all() else state)
 
     monkeypatch.setattr(Blocks, "write_state", zeroed)
 
@@ -83,7 +83,7 @@ def shift_exported_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         Blocks,
         "write_window",
-        lambda self, group, block_id, rows, ends: write(self, group, block_id, rows.roll(1, 0), ends),
+        lambda self, block_id, rows: write(self, block_id, rows.roll(1, 0)),
     )
 
 
@@ -92,7 +92,7 @@ def swap_attention_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         Blocks,
         "write_rows",
-        lambda self, group, block_ids, offsets, rows, ends: write(self, group, block_ids, offsets.flip(0), rows, ends),
+        lambda self, block_ids, offsets, rows: write(self, block_ids, offsets.flip(0), rows),
     )
 
 

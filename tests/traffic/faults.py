@@ -98,14 +98,11 @@ def first_groups_rows() -> Iterator[None]:
         yield
 
 
-def shifted(
-    original: Any, worker: Any, group: int, block_id: int, after: int, state: Any, history: Any, ends: Any
-) -> None:
+def shifted(original: Any, worker: Any, block_id: int, after: int, state: Any, history: Any) -> None:
     """Exports take the raw rows one token too early."""
-    original(worker, group, block_id, after, state, history, ends)
+    original(worker, block_id, after, state, history)
     if after > 3:
-        rows, prefixes = history[after - 1 : after + 2], ends[after - 1 : after + 2]
-        worker.blocks.write_window(group, block_id, rows, prefixes)
+        worker.blocks.write_window(block_id, history[after - 1 : after + 2])
 
 
 def running_block(original: Any, manager: Any, request: Any, wanted: Any) -> Any:
@@ -156,15 +153,11 @@ def source_block(original: Any, manager: Any, request: Any, wanted: Any) -> Any:
     return granted, blocks
 
 
-def draft_shifted(original: Any, migration: Any, request: Any, source: int, shift: int, column: int) -> None:
+def draft_shifted(
+    original: Any, memory: Any, group: int, window_source: int, shift: int, state_source: int, destination: int
+) -> None:
     """The state after the accepted drafts with the window of one draft less."""
-    blocks = migration.blocks
-    own = [request.tables[group] for group in migration.groups]
-    windows = [(blocks.windows[t[source]].clone(), blocks.window_shadow[t[source]].copy()) for t in own]
-    original(migration, request, source, shift, column)
-    if shift:
-        for group, table, (rows, shadow) in zip(migration.groups, own, windows, strict=True):
-            blocks.write_window(group, table[column], rows[shift - 1 :], shadow[shift - 1 :])
+    original(memory, group, window_source, max(shift - 1, 0), state_source, destination)
 
 
 def padded(original: Any, scheduler: Any, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> int:
@@ -260,8 +253,8 @@ MUTANTS: dict[str, Plant] = {
         BoundaryAttentionManager, "_nameable", lambda original, manager, request, num_tokens: num_tokens
     ),
     "convolution window one token early": around(ToyWorker, "_export", shifted),
-    "convolution window shifted by a draft": around(Migration, "_move", draft_shifted),
-    "copy-on-write not executed": around(Blocks, "copy", nothing),
+    "convolution window shifted by a draft": around(Blocks, "move", draft_shifted),
+    "copy-on-write not executed": around(ToyWorker, "_copy_blocks", nothing),
     "state resumed before the last accepted draft": around(Migration, "before", too_early),
     "boundary state not saved after drafts": around(Migration, "after", nothing),
     "one-token prompt padded with drafts": around(CoalescingScheduler, "_mamba_block_aligned_split", padded),

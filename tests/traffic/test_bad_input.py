@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 
+from tests.invariants.checked_worker import CheckedWorker
 from tests.traffic.world import Setting, World
 from vllm.kda_prefill_variables import GATE
 from vllm.v1.core.prefill_plan import HINT, PLANS_ATTRIBUTE, PlanMismatchError, PrefillPlan, plans_of
 from vllm_kda_prefill.planning import Layout
-from vllm_kda_prefill.toymodel.worker import ToyWorker
 
 LAYOUT = Layout(attention_block=32, mamba_block=32, budget=512, num_blocks=60, max_model_len=4096)
 
 
-def memory(worker: ToyWorker) -> list[bytes]:
-    """Every bit of the KV cache and of its shadow."""
-    blocks = worker.blocks
-    shadows = (blocks.row_shadow, blocks.state_shadow, blocks.window_shadow, blocks.group)
-    return [array.tobytes() for array in (blocks._buffer.view(torch.int64).numpy(), *shadows)]
+def memory(worker: CheckedWorker) -> list[bytes]:
+    """Every bit of the KV cache and of what is known of it."""
+    held = worker.prefixes
+    arrays = (held.rows, held.states, held.windows, held.group)
+    return [array.tobytes() for array in (worker.blocks._buffer.view(torch.int64).numpy(), *arrays)]
 
 
 class Step:
@@ -39,7 +39,8 @@ class Step:
         self.output = world.server.schedule()
         self.worker = world.server.worker
         # Fresh blocks are zeroed before anything else, as the scheduler asks: whatever the plans say.
-        self.worker.blocks.clear(self.output.new_block_ids_to_zero or [])
+        for held in self.worker.memories:
+            held.clear(self.output.new_block_ids_to_zero or [])
         self.before = memory(self.worker)
 
     @property

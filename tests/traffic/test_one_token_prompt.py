@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.invariants.checked_worker import WrongContentError
 from tests.traffic.world import Setting, World
 from vllm_kda_prefill.planning import Arm, Layout
-from vllm_kda_prefill.toymodel.checks import WrongContentError
 
 LAYOUT = Layout(attention_block=32, mamba_block=32, mtp=3, budget=512, num_blocks=60, max_model_len=4096)
 

@@ -10,16 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tests.traffic.invariants import (
-    Entry,
-    NamedPrefix,
-    cache_entries,
-    check_contents,
-    check_names,
-    check_nothing_leaked,
-    check_ownership,
-    check_tables,
-)
+from tests.invariants.checked_worker import CheckedWorker
+from tests.invariants.contents import Entry, NamedPrefix, cache_entries, check_contents, check_tables
+from tests.invariants.fingerprints import EMPTY, Fingerprints, extend
+from tests.invariants.pool import check_nothing_leaked, check_pool
 from tests.traffic.scripted import Scripted
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.prefill_plan import PLANS_ATTRIBUTE
@@ -28,7 +22,6 @@ from vllm.v1.core.state_retention import Policy
 from vllm.v1.request import Request, RequestStatus
 from vllm_kda_prefill.demo.conversation import TOLERANCE, relative_difference
 from vllm_kda_prefill.planning import Arm, Engine, Layout
-from vllm_kda_prefill.toymodel.fingerprints import EMPTY, Fingerprints, extend
 from vllm_kda_prefill.toymodel.model import ModelSizes, ToyModel
 from vllm_kda_prefill.toymodel.server import Server
 
@@ -83,7 +76,7 @@ class World:
         self.scheduler = engine.scheduler
         self._count_evictions()
         sampler = Scripted(self.texts, self._accepted)
-        self.server = Server(engine, self.layout, self.model, sampler, checks_reads=True)
+        self.server = Server(engine, self.layout, self.model, sampler, CheckedWorker)
 
     def _accepted(self, request_id: str, position: int) -> int:
         """0 to 3 drafts, the same whenever it is asked."""
@@ -153,8 +146,7 @@ class World:
         output = self.server.schedule()
         self._learn_names()
         self._snapshots.append(cache_entries(self.scheduler, self._names))
-        check_ownership(self.scheduler)
-        check_names(self.scheduler)
+        check_pool(self.scheduler)
         self._count(output)
         self.broken = False
 
@@ -175,8 +167,7 @@ class World:
             self._tokenless_steps = 0
         self.server.logits |= result.logits
         self.server.report(output, result)
-        check_ownership(self.scheduler)
-        check_names(self.scheduler)
+        check_pool(self.scheduler)
         self._check_finished()
         self.broken = False
 

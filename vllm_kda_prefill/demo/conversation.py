@@ -26,6 +26,7 @@ from vllm_kda_prefill.spans import QuerySpan, query_span, retained_states
 from vllm_kda_prefill.toymodel.model import ModelSizes, ToyModel
 from vllm_kda_prefill.toymodel.sampler import Greedy
 from vllm_kda_prefill.toymodel.server import Server
+from vllm_kda_prefill.toymodel.worker import ToyWorker
 
 ANSWER_TOKENS = 6
 PROMPT_TOKENS = 8192
@@ -115,7 +116,7 @@ class Conversation:
         self.model = ToyModel(ModelSizes(kda_layers=self.layout.mamba_groups))
         self.records: dict[Arm, list[TurnRecord]] = {"stock": [], "coalesced": []}
         self.servers = {
-            arm: Server(Engine.build(self.layout, arm, policy), self.layout, self.model, Greedy())
+            arm: Server(Engine.build(self.layout, arm, policy), self.layout, self.model, Greedy(), ToyWorker)
             for arm in self.records
         }
         self._random = random.Random(0)
@@ -163,7 +164,9 @@ class Conversation:
         arms: dict[str, Any] = {arm: [record.as_json() for record in records] for arm, records in self.records.items()}
         return {**arms, "largest_difference": self.largest_difference, "all_equal": self.all_equal}
 
-    def _serve(self, server: Server, turn: Turn, request_id: str, prompt: list[int]) -> tuple[TurnRecord, list[int]]:
+    def _serve(
+        self, server: Server[ToyWorker], turn: Turn, request_id: str, prompt: list[int]
+    ) -> tuple[TurnRecord, list[int]]:
         began = time.monotonic()
         request = server.engine.add(request_id, prompt, max_tokens=ANSWER_TOKENS)
         spans = []
@@ -184,7 +187,7 @@ class Conversation:
         )
         return record, list(request.output_token_ids)
 
-    def _difference(self, server: Server, request_id: str, prompt: list[int], answer: list[int]) -> float:
+    def _difference(self, server: Server[ToyWorker], request_id: str, prompt: list[int], answer: list[int]) -> float:
         first = len(prompt)
         served = torch.stack([server.logits[request_id, first + i] for i in range(len(answer))])
         expected = self.model.uncached(prompt + answer, range(first - 1, first - 1 + len(answer)))

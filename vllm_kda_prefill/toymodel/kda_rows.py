@@ -28,6 +28,16 @@ class KDARow:
     accepted: int | None
     exports: dict[int, int]
 
+    @property
+    def offset(self) -> int:
+        """How many rows into the window of its first block a resuming row starts."""
+        return (self.accepted or 1) - 1
+
+    @property
+    def source(self) -> int:
+        """Block of the state that a resuming row starts from."""
+        return self.block_ids[self.offset]
+
 
 def kda_rows(num_requests: int, m: GDNAttentionMetadata) -> Iterator[KDARow]:
     """The rows of the verifying kernel, then those of the prefill and decode kernels, as their metadata names

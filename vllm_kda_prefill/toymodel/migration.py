@@ -8,9 +8,9 @@ the state at the boundary is saved in the boundary's own column afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from vllm_kda_prefill.toymodel.blocks import Blocks
+from vllm_kda_prefill.toymodel.blocks import Memory
 from vllm_kda_prefill.toymodel.requests import WorkerRequest
 
 
@@ -18,13 +18,13 @@ class Migration:
     """Moves states of all Mamba groups.
 
     Attributes:
-        blocks: The KV cache.
+        memories: What is moved: the KV cache, and whatever else follows it.
         groups: Mamba KV cache groups.
         block_tokens: Tokens of a Mamba block.
     """
 
-    def __init__(self, blocks: Blocks, groups: Iterable[int], block_tokens: int) -> None:
-        self.blocks = blocks
+    def __init__(self, memories: Sequence[Memory], groups: Iterable[int], block_tokens: int) -> None:
+        self.memories = memories
         self.groups = tuple(groups)
         self.block_tokens = block_tokens
 
@@ -53,12 +53,7 @@ class Migration:
 
         The speculative columns hold one state a token; their windows are one longer list in `source`.
         """
-        blocks = self.blocks
         for group in self.groups:
             table = request.tables[group]
-            window = blocks.windows[table[source], shift:].clone()
-            window_shadow = blocks.window_shadow[table[source], shift:].copy()
-            state = blocks.states[table[source + shift]].clone()
-            prefix = int(blocks.state_shadow[table[source + shift]])
-            blocks.write_state(group, table[column], state, prefix)
-            blocks.write_window(group, table[column], window, window_shadow)
+            for memory in self.memories:
+                memory.move(group, table[source], shift, table[source + shift], table[column])

@@ -6,10 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm_kda_prefill.toymodel.fingerprints import EMPTY, Fingerprints, extend
 
 
 @dataclass
@@ -27,7 +24,6 @@ class WorkerRequest:
         accepted: Which of the columns from there on holds the true state, counted from 1: the one after
             `accepted` tokens of the last query.
         drafts: Guesses at the tokens after the known ones.
-        prefixes: Fingerprint of each known prefix, `prefixes[n]` of the first `n` tokens.
     """
 
     request_id: str
@@ -39,20 +35,12 @@ class WorkerRequest:
     prefill_len: int = 0
     accepted: int = 1
     drafts: list[int] = field(default_factory=list)
-    prefixes: Fingerprints = field(default_factory=lambda: np.array([EMPTY], np.int64))
 
     def __post_init__(self) -> None:
         self.prefill_len = len(self.tokens)
-        self._fingerprint()
 
     def append_tokens(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
-        self._fingerprint()
-
-    def _fingerprint(self) -> None:
-        known = len(self.prefixes) - 1
-        chain = extend(int(self.prefixes[-1]), self.tokens[known:])
-        self.prefixes = np.concatenate([self.prefixes, chain])
 
     def append_blocks(self, block_ids: Sequence[Sequence[int]]) -> None:
         for table, new in zip(self.tables, block_ids, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -16,10 +17,11 @@ from vllm_kda_prefill.toymodel.model import ToyModel
 from vllm_kda_prefill.toymodel.sampler import Sampler
 from vllm_kda_prefill.toymodel.worker import StepResult, ToyWorker
 
+WorkerT = TypeVar("WorkerT", bound=ToyWorker)
 Observer = Callable[[SchedulerOutput], None]
 
 
-class Server:
+class Server(Generic[WorkerT]):
     """Serves requests step by step.
 
     Attributes:
@@ -30,7 +32,12 @@ class Server:
     """
 
     def __init__(
-        self, engine: Engine, layout: Layout, model: ToyModel, sampler: Sampler, checks_reads: bool = False
+        self,
+        engine: Engine,
+        layout: Layout,
+        model: ToyModel,
+        sampler: Sampler,
+        worker_class: type[WorkerT],
     ) -> None:
         scheduler = engine.scheduler
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -42,9 +49,7 @@ class Server:
         )
         attention_block = next(m.block_size for m in managers if not isinstance(m, MambaManager))
         self.engine = engine
-        self.worker = ToyWorker(
-            config, layout.kv_cache_config(), attention_block, model, sampler, checks_reads=checks_reads
-        )
+        self.worker = worker_class(config, layout.kv_cache_config(), attention_block, model, sampler)
         self.logits: dict[tuple[str, int], Tensor] = {}
         self.in_flight: deque[SchedulerOutput] = deque()
         self._asynchronous = config.scheduler_config.async_scheduling

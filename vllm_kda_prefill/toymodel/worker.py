@@ -6,21 +6,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from vllm.config import VllmConfig
-from vllm.v1.attention.backends.checkpoint_rows import CheckpointRows, bind_rows
+from vllm.v1.attention.backends.checkpoint_rows import bind_rows
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.gdn_checkpoint import CheckpointedGDNMetadataBuilder
 from vllm.v1.core.prefill_plan import CHECKPOINT_ALIGNMENT, PLANS_ATTRIBUTE, PrefillPlan, plans_of
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm_kda_prefill.toymodel.batch import Batch
-from vllm_kda_prefill.toymodel.blocks import Blocks
-from vllm_kda_prefill.toymodel.checks import check_chain, check_context
-from vllm_kda_prefill.toymodel.fingerprints import EMPTY, Fingerprints, extend, spoiled
+from vllm_kda_prefill.toymodel.blocks import Blocks, Memory
 from vllm_kda_prefill.toymodel.kda import WINDOW, KDAInputs, KDALayer
 from vllm_kda_prefill.toymodel.kda_rows import KDARow, kda_rows
 from vllm_kda_prefill.toymodel.migration import Migration
@@ -49,8 +46,8 @@ class ToyWorker:
 
     Attributes:
         blocks: The KV cache.
+        memories: The KV cache, and whatever else follows what happens to its blocks.
         requests: Requests with blocks, by id.
-        checks_reads: Raise as soon as a request reads a block that does not hold its own prefix.
     """
 
     def __init__(
@@ -60,7 +57,6 @@ class ToyWorker:
         attention_block: int,
         model: ToyModel,
         sampler: Sampler,
-        checks_reads: bool = False,
     ) -> None:
         """Build metadata builders and an empty KV cache.
 
@@ -70,7 +66,6 @@ class ToyWorker:
             attention_block: Tokens of an attention block over all context-parallel ranks.
             model: The model.
             sampler: Where output and draft tokens come from.
-            checks_reads: See the class.
         """
         specs = dict(enumerate(group.kv_cache_spec for group in kv_cache_config.kv_cache_groups))
         mamba = {group: spec for group, spec in specs.items() if isinstance(spec, MambaSpec)}
@@ -84,10 +79,10 @@ class ToyWorker:
         }
         self.num_spec = vllm_config.num_speculative_tokens
         self.blocks = Blocks(kv_cache_config.num_blocks, attention_block, self.num_spec, model.sizes)
-        self.migration = Migration(self.blocks, mamba, next(iter(mamba.values())).block_size)
+        self.memories: list[Memory] = [self.blocks]
+        self.migration = Migration(self.memories, mamba, next(iter(mamba.values())).block_size)
         self.model = model
         self.sampler = sampler
-        self.checks_reads = checks_reads
         self.requests: dict[str, WorkerRequest] = {}
 
     def execute(self, output: SchedulerOutput) -> StepResult:
@@ -95,33 +90,36 @@ class ToyWorker:
 
         Raises:
             PlanMismatchError: A plan does not fit the batch.
-            WrongContentError: With `checks_reads`, a block read by a request holds something else.
         """
         # Before anything else, as this fork's worker does. Stock's scheduler has no plans, and stock's rule applies.
         plans = plans_of(output) if hasattr(output, PLANS_ATTRIBUTE) else None
         update_requests(self.requests, output, self.migration.block_tokens)
         # The order of vLLM's runner: recycled blocks are zeroed, then copies made, then the forward pass runs.
-        self.blocks.clear(output.new_block_ids_to_zero or [])
-        for copy in output.kv_cache_block_copies or []:
-            self.blocks.copy(copy.src_block_id, copy.dst_block_id)
+        for memory in self.memories:
+            memory.clear(output.new_block_ids_to_zero or [])
+        self._copy_blocks(output)
         if not output.num_scheduled_tokens:
             return StepResult({}, {}, {})
         batch = Batch.of(output, self.requests, self.num_spec)
-        rows = self._bind(plans, batch)
+        self._bind(plans, batch)
         for request, count in zip(batch.requests, batch.scheduled.tolist(), strict=True):
             self.migration.before(request, count)
         metadata = {group: self._metadata(batch, group) for group in self.builders}
-        self._check_destinations(batch, rows, metadata)
         return self._sample(batch, self._forward(batch, metadata))
+
+    def _copy_blocks(self, output: SchedulerOutput) -> None:
+        for copy in output.kv_cache_block_copies or []:
+            for memory in self.memories:
+                memory.copy(copy.src_block_id, copy.dst_block_id)
 
     # Metadata.
 
-    def _bind(self, plans: Mapping[str, PrefillPlan] | None, batch: Batch) -> CheckpointRows | None:
+    def _bind(self, plans: Mapping[str, PrefillPlan] | None, batch: Batch) -> None:
         """Bind the step's plans to the builders, or stock's rule for None."""
         if plans is None:
             for group, builder in self.builders.items():
                 builder.bind(None, group)
-            return None
+            return
         rows = bind_rows(
             plans,
             request_ids=batch.request_ids,
@@ -133,7 +131,6 @@ class ToyWorker:
         )
         for group, builder in self.builders.items():
             builder.bind(rows, group)
-        return rows
 
     def _metadata(self, batch: Batch, group: int) -> GDNAttentionMetadata:
         return self.builders[group].build(
@@ -143,94 +140,61 @@ class ToyWorker:
             num_decode_draft_tokens_cpu=batch.draft_counts(),
         )
 
-    def _check_destinations(
-        self, batch: Batch, rows: CheckpointRows | None, metadata: dict[int, GDNAttentionMetadata]
-    ) -> None:
-        """No planned export may hit a block that the batch uses: kernels read and write in any order."""
-        if rows is None:
-            return
-        used = {block_id for r in batch.requests for block_id in r.tables[self.attention_group]}
-        for m in metadata.values():
-            used |= {block_id for row in kda_rows(len(batch.requests), m) for block_id in row.block_ids}
-        clash = used & {int(block_id) for own in rows.block_ids.values() for block_id in own.flat} - {0}
-        assert not clash, f"exports go to blocks {sorted(clash)}, which the same step reads or writes"
-
     # The forward pass.
 
     def _forward(self, batch: Batch, metadata: dict[int, GDNAttentionMetadata]) -> list[Tensor]:
         """Hidden rows `[tokens, width]` of each row after the KDA layers, which attention has cached."""
         tokens = [r.inputs(count) for r, count in zip(batch.requests, batch.scheduled.tolist(), strict=True)]
         hidden = [self.model.embedding[torch.tensor(row)] for row in tokens]
-        prefixes: dict[int, Fingerprints] = {}
         for group, layer in self.mamba_groups.items():
             for row in kda_rows(len(batch.requests), metadata[group]):
                 x = self.model.norm(hidden[row.row])
-                out, chain = self._run_kda(group, layer, row, x, tokens[row.row])
-                if self.checks_reads:
-                    check_chain(batch.requests[row.row], group, tokens[row.row], chain)
-                hidden[row.row] = hidden[row.row] + out
-                known = prefixes.setdefault(row.row, chain)
-                if not np.array_equal(known, chain):
-                    prefixes[row.row] = np.array([spoiled(*pair) for pair in zip(known, chain, strict=True)])
-        for row_index, (request, x) in enumerate(zip(batch.requests, hidden, strict=True)):
-            self._write_attention(request, x, prefixes[row_index])
+                hidden[row.row] = hidden[row.row] + self._run_kda(layer, row, x)
+        for request, x in zip(batch.requests, hidden, strict=True):
+            self._write_attention(request, x)
         return hidden
 
-    def _run_kda(
-        self, group: int, layer: KDALayer, row: KDARow, x: Tensor, tokens: list[int]
-    ) -> tuple[Tensor, Fingerprints]:
-        """One row of one layer: its output `[T, width]` and the prefix each token's state stands for."""
+    def _run_kda(self, layer: KDALayer, row: KDARow, x: Tensor) -> Tensor:
+        """One row of one layer: its output `[T, width]`."""
         blocks, first = self.blocks, row.block_ids[0]
-        offset = (row.accepted or 1) - 1
         if row.resumes:
-            source = row.block_ids[offset]
-            state, prefix = blocks.states[source].clone(), int(blocks.state_shadow[source])
-            window = blocks.windows[first, offset : offset + WINDOW].clone()
-            before = blocks.window_shadow[first, offset : offset + WINDOW].copy()
-            if before[-1] != prefix:
-                prefix = spoiled(prefix, int(before[-1]))
+            state = blocks.states[row.source].clone()
+            window = blocks.windows[first, row.offset : row.offset + WINDOW].clone()
         else:
-            state, prefix = layer.initial_state(), EMPTY
+            state = layer.initial_state()
             window = torch.zeros(WINDOW, layer.sizes.channels, dtype=torch.float64)
-            before = np.full(WINDOW, EMPTY, np.int64)
         raw = layer.raw(x)
         inputs = layer.inputs(x, raw, window)
-        chain = extend(prefix, tokens)
-        history, ends = torch.cat([window, raw]), np.concatenate([before, chain])
+        history = torch.cat([window, raw])
         if row.accepted is not None:
-            out = self._verify(group, layer, row, inputs, state, chain)
+            out = self._verify(layer, row, inputs, state)
             # The window keeps every draft's row: the next query starts after as many as are accepted.
-            blocks.write_window(group, first, history[1:], ends[1:])
-            return layer.project(out), chain
+            blocks.write_window(first, history[1:])
+            return layer.project(out)
         out, states = layer.chunked(inputs, state)
         for after, block_id in row.exports.items():
-            self._export(group, block_id, after, states[after // CHECKPOINT_ALIGNMENT], history, ends)
-        self._export(group, first, len(tokens), states[-1], history, ends)
-        return layer.project(out), chain
+            self._export(block_id, after, states[after // CHECKPOINT_ALIGNMENT], history)
+        self._export(first, len(x), states[-1], history)
+        return layer.project(out)
 
-    def _verify(
-        self, group: int, layer: KDALayer, row: KDARow, inputs: KDAInputs, state: Tensor, chain: Fingerprints
-    ) -> Tensor:
+    def _verify(self, layer: KDALayer, row: KDARow, inputs: KDAInputs, state: Tensor) -> Tensor:
         """Token by token, each token's state to its own block."""
         outputs = []
-        for token, prefix in enumerate(chain.tolist()):
+        for token in range(inputs.q.shape[1]):
             out, state = layer.step(inputs, token, state)
-            self.blocks.write_state(group, row.block_ids[token], state, prefix)
+            self.blocks.write_state(row.block_ids[token], state)
             outputs.append(out)
         return torch.stack(outputs, 1)
 
-    def _export(
-        self, group: int, block_id: int, after: int, state: Tensor, history: Tensor, ends: Fingerprints
-    ) -> None:
+    def _export(self, block_id: int, after: int, state: Tensor, history: Tensor) -> None:
         """Write the state after `after` tokens of a row, and the three raw rows before that point."""
-        self.blocks.write_state(group, block_id, state, int(ends[WINDOW + after - 1]))
-        self.blocks.write_window(group, block_id, history[after : after + WINDOW], ends[after : after + WINDOW])
+        self.blocks.write_state(block_id, state)
+        self.blocks.write_window(block_id, history[after : after + WINDOW])
 
-    def _write_attention(self, request: WorkerRequest, hidden: Tensor, chain: Fingerprints) -> None:
+    def _write_attention(self, request: WorkerRequest, hidden: Tensor) -> None:
         positions = torch.arange(request.computed, request.computed + len(hidden))
         _, rows = self.model.attention.project(self.model.norm(hidden), positions)
-        block_ids, offsets = self._attention_places(request, positions)
-        self.blocks.write_rows(self.attention_group, block_ids, offsets, rows, chain)
+        self.blocks.write_rows(*self._attention_places(request, positions), rows)
 
     def _attention_places(self, request: WorkerRequest, positions: Tensor) -> tuple[Tensor, Tensor]:
         table = torch.tensor(request.tables[self.attention_group])
@@ -243,9 +207,6 @@ class ToyWorker:
         for request, x, drafts in zip(batch.requests, hidden, batch.drafts.tolist(), strict=True):
             end = request.computed + len(x)
             inputs = request.inputs(len(x))
-            if self.checks_reads:
-                block_ids, offsets = self._attention_places(request, torch.arange(end))
-                check_context(request, self.blocks.row_shadow[block_ids.numpy(), offsets.numpy()], inputs)
             sampled: list[int] = []
             if end - drafts >= request.prefill_len:
                 sampled = self._verified_tokens(request, x[-1 - drafts :], inputs[len(x) - drafts :], result)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.v1.core.labels import Fault, entries
+from tests.invariants.pool import entries
+from tests.v1.core.labels import Fault
 from tests.v1.core.shadow_worker import ShadowWorker
 from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.request import Request

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -47,10 +45,3 @@ class Answer:
 
 class Fault(AssertionError):
     """The scheduler asked for something that corrupts a state or the prefix cache."""
-
-
-def entries(pool: Any) -> Iterator[tuple[Any, Any]]:
-    """All (key, block) pairs of a prefix cache."""
-    for key, blocks in pool.cached_block_hash_to_block._cache.items():
-        for block in blocks.values() if isinstance(blocks, dict) else (blocks,):
-            yield key, block

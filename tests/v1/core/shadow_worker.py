@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tests.invariants.access import StepAccess, check_copies
+from tests.invariants.pool import check_pool
 from tests.v1.core.labels import Answer, Fault, Row
 from tests.v1.core.shadow_memory import ShadowMemory
 from vllm.v1.core.prefill_plan import PrefillPlan
@@ -41,7 +43,7 @@ class ShadowWorker(ShadowMemory):
         answer = self._execute(output)
         self.steps += 1
         if self.checked:
-            self.check_pool()
+            check_pool(self.scheduler)
             self.check_cache()
         return answer
 
@@ -61,7 +63,7 @@ class ShadowWorker(ShadowMemory):
                 DraftTokenIds(request_ids, [[7] * self.engine.mtp for _ in request_ids])
             )
         if self.checked:
-            self.check_pool()
+            check_pool(self.scheduler)
             self.check_cache()
 
     def run(self, max_steps: int = 10_000) -> None:
@@ -84,20 +86,17 @@ class ShadowWorker(ShadowMemory):
         unknown = plans.keys() - output.num_scheduled_tokens.keys()
         if unknown:
             raise Fault(f"plans of requests {unknown}, which the step does not run")
-        read: dict[int, str] = {}
-        written: dict[int, str] = {}
+        access = StepAccess()
         starts = {request_id: self.rows[request_id].computed for request_id in output.num_scheduled_tokens}
         sampled: dict[str, list[int]] = {}
         for request_id in starts:
-            self._read_states(request_id, read)
+            self._read_states(request_id, access)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-            sampled[request_id] = self._run(request_id, num_tokens, drafts, plans.get(request_id), written)
+            sampled[request_id] = self._run(request_id, num_tokens, drafts, plans.get(request_id), access)
         for request_id, start in starts.items():
             self._read_kv(request_id, start)
-        for block_id, reader in read.items():
-            if not written.get(block_id, reader).startswith(reader):
-                raise Fault(f"block {block_id}: {reader} reads what {written[block_id]} overwrites in this step")
+        access.check()
         self.aliased_copies += len(
             touched & {b for plan in plans.values() for ids in plan.block_ids.values() for b in ids}
         )
@@ -132,19 +131,17 @@ class ShadowWorker(ShadowMemory):
 
     def _copy(self, output: SchedulerOutput) -> set[int]:
         copies = output.kv_cache_block_copies or []
-        targets = {copy.dst_block_id for copy in copies}
-        if len(targets) != len(copies) or targets & {copy.src_block_id for copy in copies}:
-            raise Fault(f"copies depend on each other's order: {copies}")
+        touched = check_copies(copies)
         for copy in copies:
             self.state[copy.dst_block_id] = self.state.get(copy.src_block_id, -1)
             self.kv[copy.dst_block_id] = dict(self.kv.get(copy.src_block_id, {}))
-        return targets | {copy.src_block_id for copy in copies}
+        return touched
 
     def _is_prefill(self, request_id: str, row: Row) -> bool:
         request = self.requests[request_id]
         return row.computed < max(request.num_prompt_tokens, request.num_tokens - 1)
 
-    def _read_states(self, request_id: str, read: dict[int, str]) -> None:
+    def _read_states(self, request_id: str, access: StepAccess) -> None:
         """The states that prefills and first decodes start from hold the right label."""
         row, request = self.rows[request_id], self.requests[request_id]
         first_decode = row.computed == request.num_prompt_tokens and not row.ran_drafts
@@ -152,7 +149,7 @@ class ShadowWorker(ShadowMemory):
             return
         for group in self.mamba:
             block_id = row.table[group][(row.computed - 1) // self.managers[group].block_size]
-            read[block_id] = f"{request_id}["
+            access.read(block_id, request_id)
             if block_id == 0 or self.state.get(block_id) != row.label(row.computed):
                 raise Fault(f"{request_id} starts at {row.computed} from block {block_id}, which holds another state")
 
@@ -168,7 +165,7 @@ class ShadowWorker(ShadowMemory):
                     )
 
     def _run(
-        self, request_id: str, num_tokens: int, drafts: int, plan: PrefillPlan | None, written: dict[int, str]
+        self, request_id: str, num_tokens: int, drafts: int, plan: PrefillPlan | None, access: StepAccess
     ) -> list[int]:
         row, request = self.rows[request_id], self.requests[request_id]
         start, prefill = row.computed, self._is_prefill(request_id, row)
@@ -176,10 +173,7 @@ class ShadowWorker(ShadowMemory):
         own = f"{request_id}[{start},{end})"
 
         def write(block_id: int) -> None:
-            if block_id == 0:
-                raise Fault(f"{own} writes the null block")
-            if written.setdefault(block_id, own) != own:
-                raise Fault(f"block {block_id} is written by {written[block_id]} and {own} in one step")
+            access.write(block_id, request_id)
 
         accepted = self.rng.randint(0, drafts)
         known = end - drafts + accepted
