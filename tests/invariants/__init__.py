@@ -3,7 +3,7 @@
 
 | file | job |
 |---|---|
-| `pool.py` | reference counts, free lists, tiers, the allocator's block tables, leaks |
+| `pool.py` | reference counts, free lists, tiers, names, the allocator's block tables, leaks |
 | `access.py` | which rows of a step write and read which blocks; copies |
 | `fingerprints.py`, `prefixes.py` | which prefix each block holds |
 | `contents.py` | what the prefix cache promises is what its blocks hold; the worker's block tables |

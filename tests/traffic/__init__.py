@@ -5,6 +5,7 @@
 |---|---|
 | `machine.py` | what traffic does, and to which engines: Hypothesis state machines |
 | `world.py` | one engine, driven and checked step by step |
+| `tests/invariants/` | what must hold after every step |
 | `scenes.py` | fixed traffic for what random traffic meets seldom |
 | `suite.py` | how much of it `make test` runs |
 | `soak.py`, `mutants.py` | random seeds for as long as wanted; planted faults that the suite must find |
