@@ -102,9 +102,9 @@ def test_a_probationary_block_without_its_mark() -> None:
 
 def test_an_entry_on_the_empty_list() -> None:
     world = served()
-    pool = world.scheduler.kv_cache_manager.block_pool
-    block_id = next(block_id for block_id, tier in enumerate(pool.free_block_queue._tier) if tier == Tier.EMPTY)
-    pool.blocks[block_id]._block_hash = next(block.block_hash for block in pool.blocks if block.block_hash)
+    queue = world.scheduler.kv_cache_manager.block_pool.free_block_queue
+    block_id = next(block_id for block_id, tier in enumerate(queue._tier) if tier == Tier.PROTECTED)
+    queue._tier[block_id] = Tier.EMPTY
     with pytest.raises(AssertionError, match=f"block {block_id} holds an entry, on the empty list"):
         world.step()
 
